@@ -1,0 +1,5 @@
+"""`python -m powerband` is `powerband`."""
+
+from powerband.cli.main import main
+
+main()

@@ -1,0 +1,236 @@
+"""`powerband run`."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from powerband.cli.output import Json, emit, out, talk
+
+if TYPE_CHECKING:
+    from powerband.core.deployment import Deployment
+    from powerband.launchers.local import Prepared
+    from powerband.runtime.replica import Replica
+
+
+def run(
+    what: Annotated[
+        str, typer.Argument(metavar="DEPLOYMENT|MODEL", help="A deployment.yaml, or a model: path or hub id.")
+    ],
+    *,
+    engine: Annotated[str | None, typer.Option(help="vllm, llamacpp, openai or fake; guessed from the model.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="An engine knob; may stand again.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.", show_default="a free one")] = None,
+    engine_path: Annotated[str | None, typer.Option(help="Use this binary or interpreter as the engine.")] = None,
+    ready_timeout: Annotated[str, typer.Option(help="How long a start may take.")] = "600s",
+    stop_grace: Annotated[str, typer.Option(help="How long a stop may take before the engine is killed.")] = "3s",
+    run_dir: Annotated[str | None, typer.Option(help="Where logs go.", show_default="a new state folder")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and start nothing.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Start although a check refuses.")] = False,
+    json: Json = False,
+) -> None:
+    """Start one deployment in the foreground, ready when it has answered a real request; Ctrl-C stops it."""
+    import asyncio
+    from pathlib import Path
+
+    from powerband.launchers import local
+
+    deployment = _deployment(what, engine=engine, settings=set_ or [], host=host, port=port)
+    ready_timeout_s, stop_grace_s = _seconds(ready_timeout), _seconds(stop_grace)
+    prepared = local.prepare(deployment, engine_path=engine_path, force=force)
+    if dry_run:
+        command = prepared.command(port or 8000)
+        line = local.paste(command) if command else ""
+        if json:
+            emit({"command": line, "problems": [problem.model_dump() for problem in prepared.problems]})
+        else:
+            print(line)
+        return
+    for problem in prepared.problems:
+        talk().print(f"[yellow]![/] {problem.sentence}; {problem.hint}")
+    directory = Path(run_dir) if run_dir else None
+    if directory:
+        directory.mkdir(parents=True, exist_ok=True)
+    asyncio.run(
+        _serve(
+            prepared,
+            directory=directory,
+            ready_timeout_s=ready_timeout_s,
+            stop_grace_s=stop_grace_s,
+            json=json,
+        )
+    )
+
+
+async def _serve(
+    prepared: Prepared, *, directory: Any, ready_timeout_s: float, stop_grace_s: float, json: bool
+) -> None:
+    """Serve until the engine dies or somebody stops us; a second signal ends everything at once."""
+    import asyncio
+    import os
+    import signal
+
+    from powerband.launchers import local
+
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    asked: float | None = None
+
+    def on_signal() -> None:
+        nonlocal asked
+        if asked is None:
+            asked = time.monotonic()
+            task.cancel()
+        elif time.monotonic() - asked > 0.5:  # sooner it is the same wish, sent twice
+            os._exit(130)  # the keeper kills the engine
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    replica: Replica | None = None
+    try:
+        with _progress(json) as on_change:
+            launching = local.launch(
+                prepared,
+                directory=directory,
+                ready_timeout_s=ready_timeout_s,
+                stop_grace_s=stop_grace_s,
+                on_change=on_change,
+            )
+            async with launching as replica:
+                _announce(replica, prepared, json=json)
+                await replica.watch()
+    except asyncio.CancelledError:
+        if json:
+            emit({"event": "stopped", "log": str(replica.log_path) if replica else None})
+        else:
+            talk().print("stopped" + (f"; its log: {replica.log_path}" if replica else ""))
+
+
+@contextlib.contextmanager
+def _progress(json: bool) -> Any:
+    """Show each phase as it ends: live on a terminal, a line each elsewhere, nothing beside JSON."""
+    console, began = talk(), time.monotonic()
+
+    def on_change(replica: Replica, event: str) -> None:
+        if json:
+            return
+        if event == "ready" or event in ("stopping", "stopped", "failed"):
+            status.stop()
+        elif console.is_terminal:
+            status.update(f"{replica.engine.name}: {event} ({time.monotonic() - began:.1f} s)")
+        else:
+            console.print(f"{time.monotonic() - began:7.2f} s  {event}")
+
+    status = console.status("starting")
+    if console.is_terminal and not json:
+        status.start()
+    try:
+        yield on_change
+    finally:
+        status.stop()
+
+
+def _announce(replica: Replica, prepared: Prepared, *, json: bool) -> None:
+    from powerband.core.units import about_bytes
+    from powerband.launchers import local
+
+    memory = replica.process.memory_bytes() if replica.process else None
+    total = sum(timing.seconds for timing in replica.timings)
+    line = local.paste(replica.command) if replica.command else None
+    if json:
+        emit(
+            {
+                "event": "ready",
+                "url": replica.url,
+                "model": prepared.deployment.served_name,
+                "pid": replica.process.pid if replica.process else None,
+                "memory_bytes": memory,
+                "startup_s": round(total, 3),
+                "phases": {timing.phase: round(timing.seconds, 3) for timing in replica.timings},
+                "readings": replica.readings(),
+                "command": line,
+                "directory": str(replica.directory),
+                "engine": prepared.installation.model_dump(mode="json", include={"engine", "version", "build"}),
+            }
+        )
+        return
+    from rich.table import Table
+
+    console, table = out(), Table.grid(padding=(0, 2))
+    phases = ", ".join(f"{timing.phase} {timing.seconds:.1f}" for timing in replica.timings if timing.seconds >= 0.05)
+    table.add_row("[bold green]ready[/]", f"[bold]{replica.url}/v1[/]  model {prepared.deployment.served_name}")
+    if memory is not None:
+        table.add_row("[bold]memory[/]", about_bytes(memory))
+    table.add_row("[bold]start-up[/]", f"{total:.1f} s: {phases}")
+    table.add_row("[bold]log[/]", str(replica.log_path))
+    console.print(table)
+    if line:
+        console.print("[bold]command[/]")
+        print(line, flush=True)
+    talk().print("[dim]Ctrl-C stops it[/]")
+
+
+def _seconds(text: str) -> float:
+    from powerband.core.units import parse_seconds
+    from powerband.errors import InputError
+
+    try:
+        return float(parse_seconds(text if text[-1:].isalpha() else f"{text}s"))  # type: ignore[arg-type]
+    except ValueError as error:
+        raise InputError(str(error), hint="write a duration like 90s or 10min") from None
+
+
+def _deployment(
+    what: str, *, engine: str | None, settings: list[str], host: str | None, port: int | None
+) -> Deployment[Any]:
+    """Read the deployment file, or make a deployment of a model; options override either."""
+    from powerband.core.deployment import Deployment
+    from powerband.core.document import HEADER
+    from powerband.errors import InputError
+    from powerband.store import documents
+
+    if what.endswith((".yaml", ".yml", ".json")):
+        document = documents.read(what)
+        if not isinstance(document, Deployment):
+            raise InputError(f"{what} is a {document.kind}, not a deployment", hint="run takes a deployment or a model")
+        data = document.to_data(units=True)
+        if engine and engine != document.engine:
+            raise InputError(
+                f"{what} is for {document.engine}, not {engine}",
+                hint="leave --engine away, or give a model instead",
+            )
+    else:
+        guess = "llamacpp" if what.endswith(".gguf") else "openai" if what.startswith("http") else "vllm"
+        data = {HEADER: Deployment.header(), "engine": engine or guess, "variant": {"source": what}}
+        if data["engine"] == "openai" and what.startswith("http"):
+            data["config"] = {"base_url": what}
+    for setting in settings:
+        _set(data.setdefault("config", {}), setting)
+    placement = {"host": host, "port": port}
+    if any(value is not None for value in placement.values()):
+        given = {key: value for key, value in placement.items() if value is not None}
+        data["placement"] = {**data.get("placement", {}), **given}
+    model = documents.document_type(Deployment.kind, data, source=what)
+    result = model.validate_data(data, source="--set" if settings else what, lines={})
+    assert isinstance(result, Deployment)
+    return result
+
+
+def _set(config: dict[str, Any], setting: str) -> None:
+    """Apply `knob=value` or `knob.part=value`; the value is YAML."""
+    from powerband.core import yaml12
+    from powerband.errors import InputError
+
+    path, equals, text = setting.partition("=")
+    if not equals or not path:
+        raise InputError(f"--set {setting} is not KNOB=VALUE", hint="write it like --set ctx_size=4096")
+    *parents, last = path.split(".")
+    for parent in parents:
+        config = config.setdefault(parent, {})
+    config[last] = yaml12.read(text, source=f"--set {path}")[0]

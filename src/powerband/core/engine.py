@@ -1,0 +1,118 @@
+"""What an engine adapter speaks of: installations, commands, problems, footprints, failures, gauges."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from powerband.core.document import Value
+
+FailureKind = Literal[
+    "context_too_long",
+    "corrupt_file",
+    "crashed",
+    "died_on_first_request",
+    "file_missing",
+    "lora_broken",
+    "never_ready",
+    "no_answer",
+    "out_of_memory",
+    "parallelism_refused",
+    "port_taken",
+    "unknown_flag",
+    "unsupported",
+    "wrong_format",
+    "wrong_value",
+]
+
+
+class Installation(Value):
+    """One engine on this machine: how to run it, which version it is, and what it understands."""
+
+    engine: str
+    version: str
+    origin: Literal["managed", "path", "given", "builtin"]
+    program: tuple[str, ...] = Field(min_length=1, description="argv that starts the server, before its options")
+    home: str | None = None
+    build: str | None = None
+    flags: frozenset[str] | None = None
+    tools: dict[str, str] = Field(default_factory=dict)
+
+
+class Step(Value):
+    """One command of an installation; '{home}', '{python}' and '{jobs}' are filled in by the runtime."""
+
+    title: str
+    argv: tuple[str, ...]
+    env: dict[str, str] = Field(default_factory=dict)
+    cwd: str | None = None
+
+
+class InstallPlan(Value):
+    """How to make an environment for one engine version on one host, as commands to run in order."""
+
+    engine: str
+    version: str
+    build: str
+    steps: tuple[Step, ...]
+    program: tuple[str, ...]
+    tools: dict[str, str] = Field(default_factory=dict)
+    needs: tuple[tuple[str, ...], ...] = Field(default=(), description="programs: one of each group must be here")
+
+
+class Command(Value):
+    """What to run: an argv and the environment variables to add."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str] = Field(default_factory=dict)
+
+
+class Problem(Value):
+    """A reason not to start a deployment, or a warning about it."""
+
+    rule: str
+    sentence: str
+    hint: str
+    severity: Literal["refuse", "warn"] = "refuse"
+
+
+class Footprint(Value):
+    """Bytes that a deployment needs to start, by what they are for; None where the files do not tell."""
+
+    weights_bytes: int | None = None
+    kv_bytes: int | None = None
+    kv_bytes_per_token: float | None = None
+    activations_bytes: int = 0
+    overhead_bytes: int = 0
+    growth_bytes: int = Field(default=0, description="what may be added later, while it serves")
+    lower: tuple[str, ...] = Field(default=(), description="the knobs that make it smaller")
+
+    def start_bytes(self) -> int:
+        """Return what must be free before the start."""
+        return (self.weights_bytes or 0) + (self.kv_bytes or 0) + self.activations_bytes + self.overhead_bytes
+
+
+class Failure(Value):
+    """How an engine failed: a kind, one sentence, a hint, and the log line that says so."""
+
+    kind: FailureKind
+    sentence: str
+    hint: str
+    evidence: str = ""
+
+
+class Gauges(Value):
+    """One reading of an engine's own counters, under the same names for every engine; None: it has none."""
+
+    queue_depth: float | None = None
+    running: float | None = None
+    kv_use: float | None = None
+    prefix_queries_tokens: float | None = None
+    prefix_hits_tokens: float | None = None
+    preemptions: float | None = None
+    spec_drafted_tokens: float | None = None
+    spec_accepted_tokens: float | None = None
+    prompt_tokens: float | None = None
+    output_tokens: float | None = None
+    refused_requests: float | None = None

@@ -1,0 +1,37 @@
+"""A host: what one machine has, as read from its own kernel and drivers."""
+
+from __future__ import annotations
+
+from powerband.core.document import Value
+
+
+class Gpu(Value):
+    """One accelerator as its driver describes it."""
+
+    index: int
+    name: str
+    memory_bytes: int
+    free_bytes: int
+    driver: str
+    uuid: str | None = None
+    compute_capability: str | None = None
+
+
+class Host(Value):
+    """The cores, memory, instruction sets and accelerators that a process started here may use."""
+
+    system: str
+    machine: str
+    cpu_name: str
+    cores: tuple[int, ...]
+    numa_nodes: int = 1
+    memory_bytes: int
+    available_bytes: int
+    memory_limit_bytes: int | None = None
+    cpu_quota: float | None = None
+    instruction_sets: frozenset[str] = frozenset()
+    amx_usable: bool = False
+    compiler: str | None = None
+    nvcc: str | None = None
+    gpus: tuple[Gpu, ...] = ()
+    gpu_problem: str | None = None

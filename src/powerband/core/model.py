@@ -1,0 +1,93 @@
+"""A model: published weights and the shape facts read from `config.json` or a GGUF header."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from powerband.core.document import Value
+
+Format = Literal["safetensors", "gguf"]
+
+
+class Model(Value):
+    """What a model's own files say of its shape; a fact that they do not state is None."""
+
+    source: str
+    format: Format | None = None
+    architecture: str | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    vocabulary: int | None = None
+    context_tokens: int | None = None
+    experts: int | None = None
+    dtype: str | None = None
+    quantization: str | None = None
+    weight_bytes: int | None = None
+
+    def kv_elements_per_token(self) -> int | None:
+        """Return how many numbers one token leaves in the KV cache, with plain attention in every layer."""
+        if self.layers and self.kv_heads and self.head_dim:
+            return 2 * self.layers * self.kv_heads * self.head_dim
+        return None
+
+
+def from_config_json(config: Mapping[str, Any], *, source: str, weight_bytes: int | None) -> Model:
+    """Read the shape out of a Hugging Face `config.json`; a multimodal one keeps it under `text_config`."""
+    config = {**config, **config.get("text_config", {})}
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    architectures = config.get("architectures") or [None]
+    return Model(
+        source=source,
+        format="safetensors",
+        architecture=architectures[0],
+        layers=config.get("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or (hidden // heads if hidden and heads else None),
+        vocabulary=config.get("vocab_size"),
+        context_tokens=config.get("max_position_embeddings"),
+        experts=config.get("num_local_experts") or config.get("n_routed_experts") or config.get("num_experts"),
+        dtype=config.get("dtype") or config.get("torch_dtype"),
+        quantization=(config.get("quantization_config") or {}).get("quant_method"),
+        weight_bytes=weight_bytes,
+    )
+
+
+def from_gguf(header: Mapping[str, Any], *, source: str, weight_bytes: int) -> Model:
+    """Read the shape out of a GGUF header's key-value pairs."""
+    architecture = header.get("general.architecture")
+
+    def fact(name: str) -> Any:
+        value = header.get(f"{architecture}.{name}")
+        return max(value) if isinstance(value, list) and value else value  # per-layer lists: the widest layer
+
+    heads, hidden = fact("attention.head_count"), fact("embedding_length")
+    return Model(
+        source=source,
+        format="gguf",
+        architecture=architecture,
+        layers=fact("block_count"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=fact("attention.head_count_kv") or heads,
+        head_dim=fact("attention.key_length") or (hidden // heads if hidden and heads else None),
+        vocabulary=fact("vocab_size") or header.get("tokenizer.ggml.tokens.length"),
+        context_tokens=fact("context_length"),
+        experts=fact("expert_count"),
+        quantization=_GGUF_FILE_TYPES.get(header.get("general.file_type", -1)),
+        weight_bytes=weight_bytes,
+    )
+
+
+# llama.cpp's `llama_ftype`, by number.
+_GGUF_FILE_TYPES = {
+    0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 7: "q8_0", 8: "q5_0", 9: "q5_1", 10: "q2_k", 11: "q3_k_s",
+    12: "q3_k_m", 13: "q3_k_l", 14: "q4_k_s", 15: "q4_k_m", 16: "q5_k_s", 17: "q5_k_m", 18: "q6_k",
+    19: "iq2_xxs", 20: "iq2_xs", 21: "q2_k_s", 22: "iq3_xs", 23: "iq3_xxs", 24: "iq1_s", 25: "iq4_nl",
+    26: "iq3_s", 27: "iq3_m", 28: "iq2_s", 29: "iq2_m", 30: "iq4_xs", 31: "iq1_m", 32: "bf16",
+}  # fmt: skip

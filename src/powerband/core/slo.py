@@ -1,0 +1,45 @@
+"""An SLO: the latency promise, as bounds on metrics at percentiles."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Annotated, ClassVar
+
+from pydantic import AfterValidator, Field, model_validator
+
+from powerband.core.document import Document
+from powerband.core.units import Seconds
+
+_PERCENTILE = re.compile(r"^p(\d{1,2}(?:\.\d+)?)$")
+
+
+def _percentile(key: str) -> str:
+    if not (match := _PERCENTILE.match(key)) or not 0 < float(match[1]) < 100:
+        raise ValueError(f"'{key}' is not a percentile; write p50, p95 or p99.9")
+    return key
+
+
+Bounds = Annotated[dict[Annotated[str, AfterValidator(_percentile)], Seconds], Field(min_length=1)]
+
+
+class SLO(Document):
+    """The promise that a deployment must keep: each metric stays below its bound at each percentile."""
+
+    kind: ClassVar[str] = "slo"
+
+    ttft: Bounds | None = Field(default=None, description="time to first token, from the scheduled send time")
+    itl: Bounds | None = Field(default=None, description="gap between two tokens, over all individual gaps")
+    tpot: Bounds | None = Field(default=None, description="time per output token after the first, per request")
+    e2e: Bounds | None = Field(default=None, description="whole answer, from the scheduled send time")
+    success: float = Field(default=0.999, gt=0, le=1, description="share of requests that must be answered in full")
+
+    @model_validator(mode="after")
+    def _promises_something(self) -> SLO:
+        if not any((self.ttft, self.itl, self.tpot, self.e2e)):
+            raise ValueError("it promises nothing; bound at least one of ttft, itl, tpot, e2e")
+        for metric in ("ttft", "itl", "tpot", "e2e"):
+            bounds = sorted((float(key[1:]), limit) for key, limit in (getattr(self, metric) or {}).items())
+            if any(low[1] > high[1] for low, high in itertools.pairwise(bounds)):
+                raise ValueError(f"{metric}: a higher percentile has a tighter bound than a lower one")
+        return self

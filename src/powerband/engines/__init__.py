@@ -1,0 +1,38 @@
+"""One inference server per file; the file name is the registry."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+from typing import Any
+
+from powerband.core.deployment import Deployment
+from powerband.engines.base import Engine
+from powerband.errors import InputError, did_you_mean
+
+_MACHINERY = frozenset({"base", "knobs", "rules"})
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """Return the engines that this package knows."""
+    return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in _MACHINERY))
+
+
+@cache
+def get(name: str) -> Engine[Any]:
+    """Return the adapter of that name."""
+    if name not in names():
+        raise InputError(
+            f"there is no engine '{name}'.{did_you_mean(name, names())}",
+            hint=f"engines: {', '.join(names())}",
+        )
+    engine: Engine[Any] = importlib.import_module(f"{__name__}.{name}").ENGINE
+    return engine
+
+
+def deployment_type(name: str) -> type[Deployment[Any]]:
+    """Return the deployment document whose config has that engine's knobs."""
+    typed: type[Deployment[Any]] = Deployment.__class_getitem__(get(name).config_type)  # type: ignore[assignment]
+    return typed

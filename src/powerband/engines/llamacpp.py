@@ -1,0 +1,263 @@
+"""llama.cpp's `llama-server`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from powerband.core.deployment import Deployment, EngineConfig
+from powerband.core.engine import (
+    Command,
+    Footprint,
+    Gauges,
+    Installation,
+    InstallPlan,
+    Step,
+)
+from powerband.core.host import Host
+from powerband.core.model import Format, Model
+from powerband.engines import knobs, rules
+from powerband.engines.base import Engine
+from powerband.engines.knobs import Knob
+
+CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
+Count = Annotated[int, Field(ge=1)]
+
+# Bytes per element: llama.cpp packs 32 elements into a block with its scale.
+_CACHE_BYTES = {
+    "f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q5_1": 24 / 32, "q5_0": 22 / 32,
+    "q4_1": 20 / 32, "q4_0": 18 / 32, "iq4_nl": 18 / 32,
+}  # fmt: skip
+
+
+class LlamaCppConfig(EngineConfig):
+    """The knobs of `llama-server`, under its own long option names."""
+
+    # batching
+    parallel: Annotated[Count | None, Knob("slots")] = None
+    cont_batching: Annotated[bool | None, Knob("batching", off="--no-cont-batching")] = None
+    batch_size: Annotated[Count | None, Knob("batching")] = None
+    ubatch_size: Annotated[Count | None, Knob("chunked prefill")] = None
+    # context and KV cache
+    ctx_size: Annotated[Annotated[int, Field(ge=0)] | None, Knob("context")] = None
+    kv_unified: Annotated[bool | None, Knob("KV sharing", off="--no-kv-unified")] = None
+    cache_type_k: Annotated[CacheType | None, Knob("KV dtype")] = None
+    cache_type_v: Annotated[CacheType | None, Knob("KV dtype")] = None
+    flash_attn: Annotated[Literal["on", "off", "auto"] | None, Knob("attention")] = None
+    swa_full: Annotated[bool | None, Knob("KV sharing")] = None
+    context_shift: Annotated[bool | None, Knob("context", off="--no-context-shift")] = None
+    # prefix caching
+    cache_prompt: Annotated[bool | None, Knob("prefix caching", off="--no-cache-prompt")] = None
+    cache_reuse: Annotated[Annotated[int, Field(ge=0)] | None, Knob("prefix caching")] = None
+    cache_ram: Annotated[Annotated[int, Field(ge=-1)] | None, Knob("prefix caching")] = None
+    slot_prompt_similarity: Annotated[Annotated[float, Field(ge=0, le=1)] | None, Knob("prefix caching")] = None
+    # speculation
+    spec_type: Annotated[tuple[str, ...], Knob("speculation", join=",")] = ()
+    spec_draft_model: Annotated[str | None, Knob("speculation")] = None
+    spec_draft_n_max: Annotated[Count | None, Knob("speculation")] = None
+    spec_draft_n_min: Annotated[Annotated[int, Field(ge=0)] | None, Knob("speculation")] = None
+    spec_draft_p_min: Annotated[Annotated[float, Field(ge=0, le=1)] | None, Knob("speculation")] = None
+    spec_ngram_simple_size_n: Annotated[Count | None, Knob("speculation")] = None
+    spec_ngram_simple_size_m: Annotated[Count | None, Knob("speculation")] = None
+    spec_ngram_simple_min_hits: Annotated[Count | None, Knob("speculation")] = None
+    spec_ngram_mod_n_min: Annotated[Count | None, Knob("speculation")] = None
+    spec_ngram_mod_n_max: Annotated[Count | None, Knob("speculation")] = None
+    spec_ngram_mod_n_match: Annotated[Count | None, Knob("speculation")] = None
+    # LoRA
+    lora: Annotated[tuple[str, ...], Knob("LoRA", join=",")] = ()
+    lora_scaled: Annotated[tuple[str, ...], Knob("LoRA", join=",")] = ()
+    lora_init_without_apply: Annotated[bool | None, Knob("LoRA")] = None
+    # CPU
+    threads: Annotated[Count | None, Knob("threads")] = None
+    threads_batch: Annotated[Count | None, Knob("threads")] = None
+    threads_http: Annotated[Count | None, Knob("threads")] = None
+    cpu_mask: Annotated[str | None, Knob("thread binding")] = None
+    cpu_range: Annotated[str | None, Knob("thread binding")] = None
+    cpu_strict: Annotated[Literal[0, 1] | None, Knob("thread binding")] = None
+    prio: Annotated[Annotated[int, Field(ge=-1, le=3)] | None, Knob("thread binding")] = None
+    poll: Annotated[Annotated[int, Field(ge=0, le=100)] | None, Knob("thread binding")] = None
+    numa: Annotated[Literal["distribute", "isolate", "numactl"] | None, Knob("thread binding")] = None
+    # weights and memory
+    load_mode: Annotated[str | None, Knob("weights")] = None
+    repack: Annotated[bool | None, Knob("weights", off="--no-repack")] = None
+    sleep_idle_seconds: Annotated[Annotated[int, Field(ge=-1)] | None, Knob("memory")] = None
+    # accelerators
+    n_gpu_layers: Annotated[int | Literal["auto", "all"] | None, Knob("parallelism")] = None
+    split_mode: Annotated[Literal["none", "layer", "row", "tensor"] | None, Knob("parallelism")] = None
+    tensor_split: Annotated[tuple[float, ...], Knob("parallelism", join=",")] = ()
+    main_gpu: Annotated[Annotated[int, Field(ge=0)] | None, Knob("parallelism")] = None
+    device: Annotated[tuple[str, ...], Knob("parallelism", join=",")] = ()
+    kv_offload: Annotated[bool | None, Knob("parallelism", off="--no-kv-offload")] = None
+    cpu_moe: Annotated[bool | None, Knob("expert placement")] = None
+    n_cpu_moe: Annotated[Annotated[int, Field(ge=0)] | None, Knob("expert placement")] = None
+    override_tensor: Annotated[tuple[str, ...], Knob("expert placement", join=",")] = ()
+    fit: Annotated[Literal["on", "off"] | None, Knob("memory")] = None
+    # serving
+    alias: Annotated[str | None, Knob("serving")] = None
+    jinja: Annotated[bool | None, Knob("serving", off="--no-jinja")] = None
+    chat_template_file: Annotated[str | None, Knob("serving")] = None
+    timeout: Annotated[Count | None, Knob("serving")] = None
+    seed: Annotated[int | None, Knob("serving")] = None
+
+
+class LlamaCpp(Engine[LlamaCppConfig]):
+    """llama.cpp: GGUF weights on CPUs, consumer and server GPUs, and Apple silicon."""
+
+    name: ClassVar[str] = "llamacpp"
+    formats: ClassVar[frozenset[Format]] = frozenset({"gguf"})
+    programs: ClassVar[tuple[str, ...]] = ("llama-server",)
+    default_version: ClassVar[str | None] = "0.3.36"
+    gauge_pages: ClassVar[tuple[str, ...]] = ("/metrics", "/slots")  # it has no gauge of its KV cache
+    config_type = LlamaCppConfig
+
+    def install_plan(self, version: str, host: Host) -> InstallPlan:
+        """Build from the source that llama-cpp-python's sdist carries, for the instructions this CPU really runs."""
+        options = _build_options(host)
+        python, source = (
+            "{home}/env/bin/python",
+            f"{{home}}/source/llama_cpp_python-{version}/vendor/llama.cpp",
+        )
+        cmake, sdist = "{home}/env/bin/cmake", f"{{home}}/source/llama_cpp_python-{version}.tar.gz"
+        wheels = ["cmake", "ninja"] + ([] if host.compiler else ["ziglang"])
+        tools = ("llama-server", "llama-quantize", "llama-perplexity", "llama-imatrix")
+        steps = [
+            Step(title="make an environment", argv=("{python}", "-m", "venv", "{home}/env")),
+            Step(title="fetch the build tools", argv=(python, "-m", "pip", "install", "--quiet", *wheels)),
+            Step(
+                title=f"fetch the source (llama-cpp-python {version})",
+                argv=(python, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "llama-cpp-python",
+                      "--dest", "{home}/source", f"llama-cpp-python=={version}"),
+            ),
+            Step(title="unpack", argv=(python, "-m", "tarfile", "-e", sdist, "{home}/source")),
+            Step(title="configure", argv=(cmake, "-G", "Ninja", "-S", source, "-B", "{home}/build", *options)),
+            Step(
+                title="compile (several minutes)",
+                argv=(cmake, "--build", "{home}/build", "--parallel", "{jobs}", "--target", *tools),
+            ),
+            Step(title="keep the programs", argv=(cmake, "-E", "rename", "{home}/build/bin", "{home}/bin")),
+            Step(
+                title="keep the converters",
+                argv=(cmake, "-E", "copy_directory", f"{source}/gguf-py", "{home}/convert/gguf-py"),
+            ),
+            Step(title="keep the converters",
+                 argv=(cmake, "-E", "copy_directory", f"{source}/conversion", "{home}/convert/conversion")),
+            Step(
+                title="keep the converters",
+                argv=(cmake, "-E", "copy", f"{source}/convert_hf_to_gguf.py", f"{source}/convert_lora_to_gguf.py",
+                      f"{source}/LICENSE", "{home}/convert"),
+            ),
+            Step(title="clean up", argv=(cmake, "-E", "rm", "-rf", "{home}/build", "{home}/source")),
+        ]  # fmt: skip
+        on = sorted(o[7:-3].lower() for o in options if o.startswith("-DGGML_") and o.endswith("=ON"))
+        return InstallPlan(
+            engine=self.name,
+            version=version,
+            build="+".join(on),
+            steps=tuple(steps),
+            program=("{home}/bin/llama-server",),
+            tools={tool: f"{{home}}/bin/{tool}" for tool in tools} | {"converters": "{home}/convert"},
+        )
+
+    def files(self, deployment: Deployment[LlamaCppConfig]) -> dict[str, str]:
+        """Return the local files that the config names, by knob."""
+        config = deployment.config
+        named = {f"lora[{i}]": path for i, path in enumerate(config.lora)}
+        named |= {f"lora_scaled[{i}]": item.rpartition(":")[0] for i, item in enumerate(config.lora_scaled)}
+        singles = ("spec_draft_model", "chat_template_file")
+        return named | {knob: path for knob in singles if (path := getattr(config, knob))}
+
+    def derived(self, deployment: Deployment[LlamaCppConfig], *, model: Model) -> dict[str, Any]:
+        """Return how the context is shared out: over the slots, unless they share one KV cache."""
+        config = deployment.config
+        slots = 1 if config.kv_unified or config.parallel is None else config.parallel
+        per_slot = (config.ctx_size or 0) // slots
+        return {
+            "slots": slots,
+            "context_per_slot": per_slot,
+            "context_room": slots * (model.context_tokens or 0),
+        }
+
+    def footprint(self, deployment: Deployment[LlamaCppConfig], *, model: Model, host: Host) -> Footprint:
+        """Weights as they lie in the file, the whole context's KV cache, and the compute buffer."""
+        config = deployment.config
+        elements = model.kv_elements_per_token()
+        k, v = (_CACHE_BYTES[t or "f16"] for t in (config.cache_type_k, config.cache_type_v))
+        per_token = elements * (k + v) / 2 if elements else None
+        context = config.ctx_size or model.context_tokens
+        ubatch = config.ubatch_size or 512
+        return Footprint(
+            weights_bytes=model.weight_bytes,
+            kv_bytes=int(per_token * context) if per_token and context else None,
+            kv_bytes_per_token=per_token,
+            activations_bytes=4 * ubatch * ((model.vocabulary or 0) + 8 * (model.hidden or 0)),
+            overhead_bytes=150 * 2**20,
+            growth_bytes=(8192 if config.cache_ram is None else max(config.cache_ram, 0)) * 2**20,
+            lower=("ctx_size", "cache_type_k/cache_type_v (q8_0 halves the KV cache)", "ubatch_size"),
+        )
+
+    def command(self, deployment: Deployment[LlamaCppConfig], *, installation: Installation, port: int) -> Command:
+        """Say it all in long options, with metrics on and the web page off."""
+        config, source = deployment.config, deployment.variant.source
+        where = ("--model", source) if _is_path(source) else ("--hf-repo", source)
+        argv = [*installation.program, *where, "--host", deployment.placement.host, "--port", str(port)]
+        argv += ["--metrics", "--no-ui"]
+        if config.alias is None:
+            argv += ["--alias", deployment.served_name]
+        env = knobs.environment(config)
+        if deployment.placement.gpus is not None:
+            env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, deployment.placement.gpus)), **env}
+        return Command(argv=(*argv, *knobs.arguments(config)), env=env)
+
+    def gauges(self, pages: Mapping[str, str]) -> Gauges:
+        """Read the counters; prefix queries are computed and cached prompt tokens, KV use is read off the slots."""
+        read = rules.gauges(rules.facts(self.name).gauges, pages.get("/metrics", ""))
+        changes: dict[str, Any] = {}
+        if read.prompt_tokens is not None and read.prefix_hits_tokens is not None:
+            whole = read.prompt_tokens + read.prefix_hits_tokens
+            changes = {"prompt_tokens": whole, "prefix_queries_tokens": whole}
+        try:
+            slots = json.loads(pages.get("/slots", ""))
+            held = sum(slot.get("n_prompt_tokens", 0) for slot in slots if slot.get("is_processing"))
+            room = sum(slot["n_ctx"] for slot in slots)
+            changes["kv_use"] = held / room
+        except (ValueError, TypeError, KeyError, ZeroDivisionError):
+            pass  # the page is switched off or was not read: the gauge stays unknown
+        return read.model_copy(update=changes)
+
+
+def _is_path(source: str) -> bool:
+    return source.endswith(".gguf") or source.startswith(("/", ".", "~"))
+
+
+_X86_OPTIONS = {
+    "SSE42": {"sse4_2"}, "AVX": {"avx"}, "AVX2": {"avx2"}, "BMI2": {"bmi2"}, "FMA": {"fma"}, "F16C": {"f16c"},
+    "AVX_VNNI": {"avx_vnni"}, "AVX512": {"avx512f", "avx512cd", "avx512vl", "avx512dq", "avx512bw"},
+    "AVX512_VBMI": {"avx512vbmi"}, "AVX512_VNNI": {"avx512_vnni"}, "AVX512_BF16": {"avx512_bf16"},
+    "AMX_TILE": {"amx_tile"}, "AMX_INT8": {"amx_int8"}, "AMX_BF16": {"amx_bf16"},
+}  # fmt: skip
+
+
+def _build_options(host: Host) -> list[str]:
+    """Say which instructions to use; what the CPU lists but the kernel does not allow stays off."""
+    options = {
+        "CMAKE_BUILD_TYPE": "Release", "BUILD_SHARED_LIBS": "OFF", "LLAMA_CURL": "OFF", "LLAMA_OPENSSL": "OFF",
+        "LLAMA_BUILD_TESTS": "OFF", "LLAMA_BUILD_EXAMPLES": "OFF", "GGML_CCACHE": "OFF",
+        "CMAKE_MAKE_PROGRAM": "{home}/env/bin/ninja",
+    }  # fmt: skip
+    if host.compiler is None:
+        options |= {"CMAKE_C_COMPILER": "{home}/env/bin/python;-m;ziglang;cc", "GGML_OPENMP": "OFF"}
+        options |= {"CMAKE_CXX_COMPILER": "{home}/env/bin/python;-m;ziglang;c++"}
+    if host.gpus and host.nvcc:
+        options["GGML_CUDA"] = "ON"
+    if host.machine == "x86_64":
+        options["GGML_NATIVE"] = "OFF"
+        for name, needed in _X86_OPTIONS.items():
+            usable = needed <= host.instruction_sets and (host.amx_usable or not name.startswith("AMX"))
+            options[f"GGML_{name}"] = "ON" if usable else "OFF"
+    return [f"-D{key}={value}" for key, value in options.items()]
+
+
+ENGINE = LlamaCpp()

@@ -1,0 +1,62 @@
+"""Any OpenAI-compatible server that is running already: attach to its URL, start nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from powerband.core.deployment import Deployment, EngineConfig
+from powerband.core.engine import Command, Footprint, Gauges, Installation, Problem
+from powerband.core.host import Host
+from powerband.core.model import Model
+from powerband.engines import rules
+from powerband.engines.base import Engine
+from powerband.errors import InputError
+
+
+class OpenAIConfig(EngineConfig):
+    """Where the server is, and which environment variable holds its key."""
+
+    base_url: str = "http://127.0.0.1:8000"
+    api_key_env: str | None = None
+
+
+class OpenAI(Engine[OpenAIConfig]):
+    """A server of somebody else's."""
+
+    name: ClassVar[str] = "openai"
+    attaches: ClassVar[bool] = True
+    config_type = OpenAIConfig
+
+    def check(
+        self, deployment: Deployment[OpenAIConfig], *, model: Model, host: Host, installation: Installation
+    ) -> list[Problem]:
+        """Refuse a URL that no client could call."""
+        url = deployment.config.base_url
+        if url.startswith(("http://", "https://")) and not url.rstrip("/").endswith("/v1"):
+            return []
+        hint = "write it like http://127.0.0.1:8000, without /v1"
+        return [Problem(rule="bad-url", sentence=f"'{url}' is not the base URL of a server", hint=hint)]
+
+    def footprint(self, deployment: Deployment[OpenAIConfig], *, model: Model, host: Host) -> Footprint:
+        """It takes nothing here."""
+        return Footprint()
+
+    def command(self, deployment: Deployment[OpenAIConfig], *, installation: Installation, port: int) -> Command:
+        """There is nothing to start."""
+        raise InputError("'openai' starts nothing", hint="use --engine vllm or --engine llamacpp to start a server")
+
+    def base_url(self, deployment: Deployment[OpenAIConfig], *, port: int) -> str:
+        """Return the given URL."""
+        return deployment.config.base_url.rstrip("/")
+
+    def gauges(self, pages: Mapping[str, str]) -> Gauges:
+        """Recognise the engine behind the URL by the prefix of its metrics."""
+        text = pages.get("/metrics", "")
+        for engine in ("vllm", "llamacpp", "fake"):
+            if f"\n{engine}:" in "\n" + text:
+                return rules.gauges(rules.facts(engine).gauges, text)
+        return Gauges()
+
+
+ENGINE = OpenAI()

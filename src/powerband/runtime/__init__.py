@@ -1,0 +1,1 @@
+"""Running: the one place that starts, watches and stops things."""

@@ -1,0 +1,140 @@
+"""One process under a keeper: started, watched, stopped with a deadline, never orphaned."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from powerband.core.engine import Command
+from powerband.errors import EngineFailed
+
+KEEPER = Path(__file__).with_name("keeper.py")
+LOG_MAX_BYTES = 32 * 2**20
+
+
+class Process:
+    """A running command whose death is bound to ours; use it as `async with`."""
+
+    def __init__(self, command: Command, *, log: Path, cwd: Path | None = None, grace_s: float = 3.0) -> None:
+        self.command, self.log, self.cwd, self.grace_s = command, log, cwd, grace_s
+        self.pid: int | None = None
+        self.exit_code: int | None = None  # negative: the signal that ended it
+        self.ended = asyncio.Event()
+
+    async def __aenter__(self) -> Process:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            argv = [sys.executable, "-I", "-S", str(KEEPER), str(theirs.fileno()), str(self.log)]
+            self._keeper = subprocess.Popen(
+                [*argv, str(LOG_MAX_BYTES), *self.command.argv],
+                env={**os.environ, **self.command.env},
+                cwd=self.cwd,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        try:
+            first = (await self._reader.readline()).decode()
+            if not first.startswith("pid "):
+                reason = first.removeprefix("cannot ").strip() or "it died before it began"
+                raise EngineFailed(
+                    f"cannot run {self.command.argv[0]}: {reason}",
+                    hint="check that the program is there and executable; 'powerband doctor' lists what was found",
+                    failure="file_missing",
+                )
+            self.pid = int(first.split()[1])
+        except BaseException:
+            await self._end()
+            raise
+        self._watcher = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop(self.grace_s)
+
+    async def _watch(self) -> None:
+        """Wait for the keeper's word; a keeper that ends without one was killed, and its session goes with it."""
+        said = None
+        while line := (await self._reader.readline()).decode():
+            if line.startswith("exit "):
+                said = line.split()[1]
+        await asyncio.to_thread(self._keeper.wait)
+        if said is None or said == "None":
+            _kill_session(self._keeper.pid)
+            self.exit_code = -signal.SIGKILL
+        else:
+            self.exit_code = int(said)
+        self.ended.set()
+
+    async def stop(self, grace_s: float) -> None:
+        """Ask it to end, and after the grace kill all of it; return once it is gone."""
+        if not self.ended.is_set():
+            with contextlib.suppress(ConnectionError):
+                self._writer.write(f"stop {grace_s}\n".encode())
+                await self._writer.drain()
+        await asyncio.shield(self._watcher)
+        await self._end()
+
+    async def _end(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
+        await asyncio.to_thread(self._keeper.wait)
+
+    def memory_bytes(self) -> int:
+        """Return what the whole tree takes: shared pages are counted once where the kernel tells."""
+        total = 0
+        for process in self._tree():
+            with contextlib.suppress(psutil.Error):
+                full = process.memory_full_info()
+                total += getattr(full, "pss", full.rss)
+        return total
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time that the whole tree has used."""
+        total = 0.0
+        for process in self._tree():
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
+    def owns_port(self, port: int) -> bool:
+        """Tell whether a process of the tree listens on the port; True where the kernel does not say."""
+        try:
+            for process in self._tree():
+                for connection in process.net_connections(kind="tcp"):
+                    if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+                        return True
+        except (psutil.AccessDenied, NotImplementedError):
+            return True
+        except psutil.Error:
+            return False
+        return False
+
+    def _tree(self) -> list[psutil.Process]:
+        try:
+            root = psutil.Process(self.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.Error:
+            return []
+
+
+def _kill_session(session: int) -> None:
+    """Kill what is left of a session whose leader was killed."""
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):
+            if os.getsid(pid) == session:
+                os.kill(pid, signal.SIGKILL)

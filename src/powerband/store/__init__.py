@@ -1,0 +1,1 @@
+"""Keeping: documents on disk, and a directory for every run."""

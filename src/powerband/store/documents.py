@@ -1,0 +1,82 @@
+"""Read and write documents; one place knows every kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from powerband import engines
+from powerband.core.deployment import Deployment
+from powerband.core.document import HEADER, Document, read_header
+from powerband.core.slo import SLO
+from powerband.core.workload import Workload
+from powerband.errors import DocumentError, InputError, did_you_mean
+
+_PLAIN: dict[str, type[Document]] = {SLO.kind: SLO, Workload.kind: Workload}
+KINDS = tuple(sorted([*_PLAIN, Deployment.kind]))
+
+
+def read(path: str | Path) -> Document:
+    """Read a document of whatever kind its header says."""
+    path = Path(path)
+    try:
+        text = path.read_text("utf-8")
+    except FileNotFoundError:
+        raise InputError(f"there is no file {path}", hint="check the path") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}", hint="a document is a text file") from None
+    return parse(text, source=str(path))
+
+
+def parse(text: str, *, source: str) -> Document:
+    """Read a document from text."""
+    kind, number, data, lines = read_header(text, source=source)
+    model = document_type(kind, data, source=source)
+    if number != model.schema_number:
+        raise DocumentError(
+            f"{source}: {kind}/{number} is not a schema that this version reads",
+            hint=f"it reads {model.header()}; update Powerband or the file",
+        )
+    return model.validate_data(data, source=source, lines=lines)
+
+
+def document_type(kind: str, data: dict[str, Any], *, source: str) -> type[Document]:
+    """Return the class of a kind; a deployment's depends on its engine."""
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    if kind != Deployment.kind:
+        raise DocumentError(
+            f"{source}: there is no kind '{kind}'.{did_you_mean(kind, KINDS)}",
+            hint=f"kinds: {', '.join(KINDS)}",
+        )
+    engine = data.get("engine")
+    if engine is None:
+        raise DocumentError(f"{source}: the key 'engine' is missing", hint=f"engines: {', '.join(engines.names())}")
+    return engines.deployment_type(str(engine))
+
+
+def json_schema(kind: str) -> dict[str, Any]:
+    """Return the JSON Schema of a kind's files, for editors."""
+    if kind in _PLAIN:
+        return _with_header(_PLAIN[kind])
+    if kind != Deployment.kind:
+        raise InputError(f"there is no kind '{kind}'.{did_you_mean(kind, KINDS)}", hint=f"kinds: {', '.join(KINDS)}")
+    branches: list[dict[str, Any]] = []
+    definitions: dict[str, Any] = {}
+    for name in engines.names():
+        schema = _with_header(engines.deployment_type(name))
+        schema["properties"]["engine"] = {"const": name}
+        definitions |= schema.pop("$defs", {})
+        branches.append(schema)
+    return {"$schema": _DIALECT, "title": "deployment", "oneOf": branches, "$defs": definitions}
+
+
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def _with_header(model: type[Document]) -> dict[str, Any]:
+    schema = model.model_json_schema()
+    schema["$schema"] = _DIALECT
+    schema["properties"] = {HEADER: {"const": model.header()}, **schema["properties"]}
+    schema["required"] = [HEADER, *schema.get("required", [])]
+    return schema
