@@ -27,7 +27,9 @@ def doctor(*, json: Json = False) -> None:
     host = report.host
     console, table = out(), Table.grid(padding=(0, 2))
     quota = f", limited to {host.cpu_quota:g} by a cgroup" if host.cpu_quota else ""
-    table.add_row("[bold]CPU[/]", f"{host.cpu_name}, {len(host.cores)} cores{quota}, {host.numa_nodes} NUMA node(s)")
+    table.add_row(
+        "[bold]CPU[/]", f"{host.cpu_name}, {len(host.cores)} cores{quota}, {max(1, len(host.numa_nodes))} NUMA node(s)"
+    )
     table.add_row("[bold]instructions[/]", _instructions(host.instruction_sets, host.amx_usable))
     table.add_row("[bold]memory[/]", memory(host))
     table.add_row("[bold]compiler[/]", host.compiler or "none; builds use the one from the package registry")

@@ -14,6 +14,7 @@ FailureKind = Literal[
     "crashed",
     "died_on_first_request",
     "file_missing",
+    "lever_ignored",
     "lora_broken",
     "never_ready",
     "no_answer",
@@ -85,6 +86,7 @@ class Footprint(Value):
     kv_bytes_per_token: float | None = None
     activations_bytes: int = 0
     overhead_bytes: int = 0
+    one_node: bool = Field(default=False, description="all of it must come from one memory node")
     growth_bytes: int = Field(default=0, description="what may be added later, while it serves")
     lower: tuple[str, ...] = Field(default=(), description="the knobs that make it smaller")
 

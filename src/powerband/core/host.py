@@ -17,6 +17,14 @@ class Gpu(Value):
     compute_capability: str | None = None
 
 
+class NumaNode(Value):
+    """One memory node; a process bound to it sees no more than this."""
+
+    index: int
+    memory_bytes: int
+    available_bytes: int
+
+
 class Host(Value):
     """The cores, memory, instruction sets and accelerators that a process started here may use."""
 
@@ -24,7 +32,7 @@ class Host(Value):
     machine: str
     cpu_name: str
     cores: tuple[int, ...]
-    numa_nodes: int = 1
+    numa_nodes: tuple[NumaNode, ...] = ()
     memory_bytes: int
     available_bytes: int
     memory_limit_bytes: int | None = None

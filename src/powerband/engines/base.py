@@ -85,9 +85,10 @@ class Engine(ABC, Generic[C]):
         """Return the log lines that end each phase of a start, in order."""
         return rules.facts(self.name).phases
 
-    def diagnose(self, log: str) -> Failure | None:
-        """Turn a dying engine's log into a typed failure."""
-        return rules.diagnose(rules.facts(self.name).failures, log)
+    def diagnose(self, log: str, *, ready: bool = False) -> Failure | None:
+        """Turn a dying engine's log into a typed failure; of a ready one, what it gave up without a word."""
+        table = rules.facts(self.name).failures
+        return rules.diagnose([signature for signature in table if signature.silent or not ready], log)
 
     def readings(self, log: str) -> dict[str, float]:
         """Return what the log says in numbers, under our names."""
@@ -110,6 +111,7 @@ def names_for_rules(engine: Engine[Any], deployment: Deployment[Any], *, model: 
         "gpus": len(host.gpus),
         "cores": len(host.cores),
         "last_core": host.cores[-1],
+        "compiler": host.compiler,
         **engine.derived(deployment, model=model),
     }
 

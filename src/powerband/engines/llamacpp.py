@@ -121,11 +121,12 @@ class LlamaCpp(Engine[LlamaCppConfig]):
             f"{{home}}/source/llama_cpp_python-{version}/vendor/llama.cpp",
         )
         cmake, sdist = "{home}/env/bin/cmake", f"{{home}}/source/llama_cpp_python-{version}.tar.gz"
-        wheels = ["cmake", "ninja"] + ([] if host.compiler else ["ziglang"])
+        wheels = ("cmake", "ninja") if host.compiler else ("cmake", "ninja", "ziglang")
         tools = ("llama-server", "llama-quantize", "llama-perplexity", "llama-imatrix")
         steps = [
             Step(title="make an environment", argv=("{python}", "-m", "venv", "{home}/env")),
             Step(title="fetch the build tools", argv=(python, "-m", "pip", "install", "--quiet", *wheels)),
+            *(() if host.compiler else (Step(title="use zig as the compiler", argv=(python, "-c", _WRAP_ZIG)),)),
             Step(
                 title=f"fetch the source (llama-cpp-python {version})",
                 argv=(python, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "llama-cpp-python",
@@ -240,6 +241,16 @@ _X86_OPTIONS = {
 }  # fmt: skip
 
 
+# Without a compiler the registry's `ziglang` is one; it must look like four programs.
+_WRAP_ZIG = """
+import pathlib, sys
+for word in ("cc", "c++", "ar", "ranlib"):
+    path = pathlib.Path(sys.executable).with_name("zig-" + word)
+    path.write_text(f'#!/bin/sh\\nexec {sys.executable} -m ziglang {word} "$@"\\n')
+    path.chmod(0o755)
+"""
+
+
 def _build_options(host: Host) -> list[str]:
     """Say which instructions to use; what the CPU lists but the kernel does not allow stays off."""
     options = {
@@ -248,8 +259,9 @@ def _build_options(host: Host) -> list[str]:
         "CMAKE_MAKE_PROGRAM": "{home}/env/bin/ninja",
     }  # fmt: skip
     if host.compiler is None:
-        options |= {"CMAKE_C_COMPILER": "{home}/env/bin/python;-m;ziglang;cc", "GGML_OPENMP": "OFF"}
-        options |= {"CMAKE_CXX_COMPILER": "{home}/env/bin/python;-m;ziglang;c++"}
+        names = {"C_COMPILER": "cc", "CXX_COMPILER": "c++", "AR": "ar", "RANLIB": "ranlib"}
+        options |= {f"CMAKE_{key}": f"{{home}}/env/bin/zig-{word}" for key, word in names.items()}
+        options["GGML_OPENMP"] = "OFF"
     if host.gpus and host.nvcc:
         options["GGML_CUDA"] = "ON"
     if host.machine == "x86_64":

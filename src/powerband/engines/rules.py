@@ -35,6 +35,7 @@ class Signature(Value):
     pattern: str
     says: str
     hint: str
+    silent: bool = False  # the engine goes on and serves something else than was asked for
 
 
 class Phase(Value):

@@ -192,6 +192,7 @@ class Vllm(Engine[VllmConfig]):
             kv_bytes_per_token=per_token,
             activations_bytes=4 * batch * 8 * (model.hidden or 0) + 4 * 256 * (model.vocabulary or 0),
             overhead_bytes=int(2.2 * 2**30) if not host.gpus else 3 * 2**30,
+            one_node=not host.gpus,
             lower=(
                 "VLLM_CPU_KVCACHE_SPACE or kv_cache_memory_bytes",
                 "max_num_batched_tokens",

@@ -74,6 +74,8 @@ def _memory_problems(footprint: Footprint, deployment: Deployment[Any], host: Ho
     if host.gpus and deployment.engine == "vllm":
         return _gpu_memory_problems(footprint, deployment, host)
     need, free = footprint.start_bytes(), host.available_bytes
+    if footprint.one_node and host.numa_nodes:
+        free = min(free, host.numa_nodes[0].available_bytes)
     parts = {
         "weights": footprint.weights_bytes,
         "KV cache": footprint.kv_bytes,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from powerband.core.host import Gpu, Host
+from powerband.core.host import Gpu, Host, NumaNode
 
 # Ask the kernel for the AMX tiles and use one; an illegal instruction kills the asker, so it is a process of its own.
 _TRY_AMX = """
@@ -38,7 +38,7 @@ def this_host() -> Host:
         machine=platform.machine(),
         cpu_name=_cpu_name(),
         cores=_cores(),
-        numa_nodes=max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),
+        numa_nodes=_numa_nodes(),
         memory_bytes=memory.total if limit is None else min(memory.total, limit),
         available_bytes=available,
         memory_limit_bytes=limit,
@@ -56,6 +56,19 @@ def _cores() -> tuple[int, ...]:
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
+
+
+def _numa_nodes() -> tuple[NumaNode, ...]:
+    nodes = []
+    for folder in sorted(Path("/sys/devices/system/node").glob("node[0-9]*")):
+        lines = [line.split() for line in (folder / "meminfo").read_text().splitlines()]
+        kib = {words[2].rstrip(":"): int(words[3]) for words in lines}
+        reclaimable = kib.get("Active(file)", 0) + kib.get("Inactive(file)", 0) + kib.get("SReclaimable", 0)
+        available = (kib["MemFree"] + reclaimable) * 1024
+        nodes.append(
+            NumaNode(index=int(folder.name[4:]), memory_bytes=kib["MemTotal"] * 1024, available_bytes=available)
+        )
+    return tuple(nodes)
 
 
 def _cpuinfo(field: str) -> str:

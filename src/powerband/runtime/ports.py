@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import random
@@ -60,7 +61,9 @@ def _try(host: str, number: int) -> Port | None:
         return Port(number, lock)
     except socket.gaierror:
         lock.close()
-        raise InputError(f"'{host}' is not an address of this machine", hint="use 127.0.0.1 or 0.0.0.0") from None
-    except OSError:
+        raise InputError(f"{host} is not an address of this machine", hint="use 127.0.0.1 or 0.0.0.0") from None
+    except OSError as error:
         lock.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise InputError(f"{host} is not an address of this machine", hint="use 127.0.0.1 or 0.0.0.0") from None
         return None

@@ -114,7 +114,12 @@ class Replica:
         return self.engine.readings(self._log())
 
     async def _become_ready(self) -> None:
-        await self._until_healthy()
+        following = asyncio.create_task(self._follow_log())
+        try:
+            await self._until_healthy()
+        finally:
+            following.cancel()
+        self._scan_log()
         self._end_phase("listening")
         self._enter("answering")
         await self._first_answer()
@@ -124,13 +129,14 @@ class Replica:
                 hint="give another --port, or none to have one picked",
                 failure="port_taken",
             )
+        if ignored := self.engine.diagnose(self._log(), ready=True):
+            raise EngineFailed(ignored.sentence, hint=ignored.hint, failure=ignored.kind, evidence=ignored.evidence)
         self._end_phase("first answer")
         self._enter("ready")
 
     async def _until_healthy(self) -> None:
         pause = 0.02
         while True:
-            self._scan_log()
             with contextlib.suppress(httpx.HTTPError):
                 path = "/v1/models" if self.engine.attaches else "/health"
                 answer = await self._http.get(path, timeout=5)
@@ -248,6 +254,12 @@ class Replica:
     def _last_words(self) -> str:
         lines = [line for line in self._log().splitlines() if line.strip()]
         return lines[-1].strip()[:500] if lines else ""
+
+    async def _follow_log(self) -> None:
+        """A server may take a connection long before it answers it, so the log is read meanwhile."""
+        while True:
+            self._scan_log()
+            await asyncio.sleep(0.1)
 
     def _scan_log(self) -> None:
         """End the phases whose line has appeared; a later line ends the ones before it."""

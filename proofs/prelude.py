@@ -1,0 +1,75 @@
+"""Every proof begins with this: it runs in an environment that holds this checkout, and its result is kept.
+
+A proof prints its figure as its last line and exits 0 where its claim holds. What it printed, with the date and the
+machine, is written beside it as `<name>.txt`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+NAME = Path(sys.argv[0]).name
+_INSIDE = "POWERBAND_PROOF_PYTHON"
+
+
+def _enter() -> None:
+    """Run again with an interpreter that has this checkout, unless this one has it."""
+    if os.environ.get(_INSIDE) or _has_checkout():
+        return
+    cache = Path(os.environ.get("POWERBAND_CACHE") or Path.home() / ".cache" / "powerband")
+    home = cache / "proofs" / f"python-{platform.python_version()}"
+    python = home / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
+    install = [str(python), "-m", "pip", "install", "--quiet", "-e", f"{ROOT}[dev]"]
+    subprocess.run(install, check=True, stdout=sys.stderr)
+    os.execve(python, [str(python), *sys.argv], {**os.environ, _INSIDE: "1"})
+
+
+def _has_checkout() -> bool:
+    try:
+        import pytest  # noqa: F401
+
+        import powerband
+    except ImportError:
+        return False
+    return Path(powerband.__file__).is_relative_to(ROOT)
+
+
+_enter()
+sys.path.insert(0, str(ROOT / "tests"))
+_said: list[str] = []
+
+
+def say(line: str = "") -> None:
+    """Print a line of the result."""
+    _said.append(line)
+    print(line, flush=True)
+
+
+def conclude(figure: str, *, holds: bool) -> NoReturn:
+    """Print the figure last, keep the result, and exit by whether the claim holds."""
+    say(figure)
+    from powerband.core.units import about_bytes
+    from powerband.runtime import devices
+
+    host = devices.this_host()
+    machine = f"{host.cpu_name}, {len(host.cores)} cores, {about_bytes(host.memory_bytes)}, {platform.system()}"
+    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    verdict = "holds" if holds else "DOES NOT HOLD"
+    head = [f"proof:   {NAME}", f"date:    {when}", f"machine: {machine}", f"verdict: {verdict}", ""]
+    (ROOT / "proofs" / f"{NAME}.txt").write_text("\n".join(head + _said) + "\n")
+    sys.exit(0 if holds else 1)
+
+
+def powerband(*args: str, timeout: float = 900) -> subprocess.CompletedProcess[str]:
+    """Run the command line of this checkout."""
+    argv = [sys.executable, "-m", "powerband", *args]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)

@@ -1,0 +1,103 @@
+"""What every engine adapter must do; call `check_engine` from a test of your own adapter."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from powerband.core.deployment import Deployment, EngineConfig, Variant
+from powerband.core.engine import Footprint, Gauges, Installation
+from powerband.core.host import Host
+from powerband.core.model import Model
+from powerband.engines import knobs, rules
+from powerband.engines.base import Engine
+from powerband.metrics import GAUGES
+
+HOST = Host(
+    system="Linux",
+    machine="x86_64",
+    cpu_name="a CPU",
+    cores=(0, 1),
+    memory_bytes=24 * 2**30,
+    available_bytes=20 * 2**30,
+    instruction_sets=frozenset({"avx2"}),
+)
+MODEL = Model(
+    source="/models/small",
+    layers=30,
+    hidden=576,
+    heads=9,
+    kv_heads=3,
+    head_dim=64,
+    vocabulary=49152,
+    context_tokens=8192,
+    weight_bytes=269_000_000,
+)
+
+
+def check_engine(engine: Engine[Any]) -> None:
+    """Raise AssertionError where the adapter breaks the contract."""
+    _identity(engine)
+    _config(engine)
+    if not engine.attaches:
+        _command(engine)
+    _footprint(engine)
+    _words(engine)
+    _gauges(engine)
+
+
+def _deployment(engine: Engine[Any], **config: Any) -> Deployment[Any]:
+    typed = engine.config_type.model_validate(config)
+    return Deployment(variant=Variant(source=MODEL.source), engine=engine.name, config=typed)
+
+
+def _installation(engine: Engine[Any]) -> Installation:
+    return Installation(engine=engine.name, version="99", origin="given", program=("/bin/engine",))
+
+
+def _identity(engine: Engine[Any]) -> None:
+    assert type(engine).__module__.rpartition(".")[2] == engine.name, "the file name is the registry"
+    assert engine.formats, "it must be able to load something"
+
+
+def _config(engine: Engine[Any]) -> None:
+    assert issubclass(engine.config_type, EngineConfig)
+    engine.config_type()  # every knob has a default: the engine's own
+    spelled = [knobs.spelling(field, knob) for field, knob in knobs.knobs(engine.config_type)]
+    assert len(spelled) == len(set(spelled)), "two knobs are spelled alike"
+    assert knobs.arguments(engine.config_type()) == (), "an untouched config must say nothing"
+
+
+def _command(engine: Engine[Any]) -> None:
+    deployment, installation = _deployment(engine, extra_args=["--last"]), _installation(engine)
+    command = engine.command(deployment, installation=installation, port=12345)
+    assert command == engine.command(deployment, installation=installation, port=12345), "it must be pure"
+    assert command.argv[0] == "/bin/engine"
+    assert command.argv[-1] == "--last", "extra_args stand last, so that they win"
+    assert "12345" in command.argv and "127.0.0.1" in command.argv
+    assert engine.base_url(deployment, port=12345) == "http://127.0.0.1:12345"
+
+
+def _footprint(engine: Engine[Any]) -> None:
+    footprint = engine.footprint(_deployment(engine), model=MODEL, host=HOST)
+    assert isinstance(footprint, Footprint)
+    assert footprint.start_bytes() >= 0
+
+
+def _words(engine: Engine[Any]) -> None:
+    table = rules.facts(engine.name)
+    for signature in table.failures:
+        re.compile(signature.pattern)
+        groups = set(re.findall(r"\{(\w+)\}", signature.says + signature.hint))
+        assert groups <= set(re.compile(signature.pattern).groupindex), signature.pattern
+        assert signature.hint and not signature.says.endswith("."), signature.says
+    for phase in engine.phases():
+        re.compile(phase.pattern)
+    assert engine.diagnose("") is None, "an empty log says nothing"
+    assert engine.diagnose("INFO: everything is fine\n") is None
+
+
+def _gauges(engine: Engine[Any]) -> None:
+    assert engine.gauges({}) == Gauges(), "pages that were not read say nothing"
+    assert set(Gauges.model_fields) == set(GAUGES), "every gauge has a meaning"
+    assert set(rules.facts(engine.name).gauges) <= set(GAUGES)

@@ -1,0 +1,84 @@
+"""Model facts: from config.json and from GGUF headers, whole or broken."""
+
+import io
+import struct
+from typing import Any
+
+import pytest
+
+from powerband.core import gguf
+from powerband.core.model import from_config_json, from_gguf
+
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 576,
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "vocab_size": 49152,
+    "dtype": "bfloat16",
+}
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def header(pairs: dict[str, Any]) -> bytes:
+    """Write a GGUF header with strings, unsigned integers and string arrays."""
+    data = b"GGUF" + struct.pack("<IQQ", 3, 0, len(pairs))
+    for key, value in pairs.items():
+        data += text(key)
+        if isinstance(value, str):
+            data += struct.pack("<I", 8) + text(value)
+        elif isinstance(value, list):
+            data += struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(text, value))
+        else:
+            data += struct.pack("<II", 4, value)
+    return data
+
+
+PAIRS = {
+    "general.architecture": "llama",
+    "general.file_type": 3,
+    "llama.block_count": 30,
+    "llama.embedding_length": 576,
+    "llama.attention.head_count": 9,
+    "llama.attention.head_count_kv": 3,
+    "llama.context_length": 8192,
+    "tokenizer.ggml.tokens": [f"t{i}" for i in range(5000)],
+    "tokenizer.ggml.model": "gpt2",
+}
+
+
+def test_a_config_json_tells_the_shape() -> None:
+    model = from_config_json(SMOLLM2, source="x", weight_bytes=269_000_000)
+    assert (model.layers, model.heads, model.kv_heads, model.head_dim) == (30, 9, 3, 64)
+    assert model.kv_elements_per_token() == 2 * 30 * 3 * 64
+
+
+def test_a_multimodal_config_keeps_the_shape_under_text_config() -> None:
+    model = from_config_json({"architectures": ["X"], "text_config": SMOLLM2}, source="x", weight_bytes=None)
+    assert model.layers == 30
+
+
+def test_a_gguf_header_tells_the_same() -> None:
+    read = gguf.read_header(io.BytesIO(header(PAIRS)))
+    model = from_gguf(read, source="x.gguf", weight_bytes=98_000_000)
+    assert (model.layers, model.heads, model.kv_heads, model.head_dim) == (30, 9, 3, 64)
+    assert (model.context_tokens, model.vocabulary, model.quantization) == (8192, 5000, "q4_1")
+
+
+@pytest.mark.parametrize("cut", [0, 3, 8, 20, 60, 200, 5000])
+def test_a_header_that_is_cut_short_is_refused(cut: int) -> None:
+    with pytest.raises(gguf.NotGguf):
+        gguf.read_header(io.BytesIO(header(PAIRS)[:cut]))
+
+
+@pytest.mark.parametrize(
+    "data", [b"PK\3\4" + b"x" * 100, b"GGUF" + struct.pack("<IQQ", 1, 0, 0), b"GGUF" + b"\xff" * 64]
+)
+def test_what_is_not_gguf_is_refused(data: bytes) -> None:
+    with pytest.raises(gguf.NotGguf):
+        gguf.read_header(io.BytesIO(data))
