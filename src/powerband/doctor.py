@@ -43,7 +43,7 @@ def _advise(host: Host, found: tuple[Installation, ...]) -> list[Advice]:
     if host.gpu_problem:
         advice.append(Advice(host.gpu_problem, "nvidia-smi"))
     if "amx_tile" in host.instruction_sets and not host.amx_usable:
-        advice.append(Advice("the CPU lists AMX but the kernel does not let it be used; builds leave it off", ""))
+        advice.append(Advice("the CPU lists AMX but the kernel does not let it be used; vLLM does without it", ""))
     if host.available_bytes < 2 * 2**30:
         advice.append(Advice(f"only {about_bytes(host.available_bytes)} of memory is free", "free some memory"))
     return advice

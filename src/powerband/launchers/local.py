@@ -142,7 +142,6 @@ async def launch(
             except EngineFailed as error:
                 if error.failure != "port_taken" or deployment.placement.port is not None or not left:
                     raise
-                replica.log_path.unlink(missing_ok=True)
                 continue
             try:
                 yield replica

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import hashlib
@@ -11,7 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +117,14 @@ async def install(
     recipe = json.dumps([plan.model_dump(mode="json"), host.machine, sys.version_info[:2]])
     home = cache_root() / "engines" / name / f"{plan.version}-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}"
     home.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(home.with_suffix(".lock"), plan):
+    async with _lock(
+        _beside(home, ".lock"), waiting=lambda: progress("wait for another process that installs it", 0, 1)
+    ):
         if (home / MARKER).is_file():
             return Installation.model_validate_json((home / MARKER).read_text()), False
         shutil.rmtree(home, ignore_errors=True)  # what an interrupted installation left
         home.mkdir()
-        log = home.with_suffix(".log")
+        log = _beside(home, ".log")
         log.unlink(missing_ok=True)
         for number, step in enumerate(plan.steps):
             progress(step.title, number, len(plan.steps))
@@ -170,15 +173,24 @@ def _fill(text: str, home: Path) -> str:
     return text.replace("{home}", str(home)).replace("{python}", sys.executable).replace("{jobs}", str(jobs))
 
 
-@contextlib.contextmanager
-def _lock(path: Path, plan: InstallPlan) -> Iterator[None]:
+def _beside(home: Path, suffix: str) -> Path:
+    return home.with_name(home.name + suffix)
+
+
+@contextlib.asynccontextmanager
+async def _lock(path: Path, *, waiting: Callable[[], None]) -> AsyncIterator[None]:
+    """Hold the lock of one installation; it is free again when its holder dies, however it dies."""
     with path.open("a") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InstallFailed(
-                f"another process is installing {plan.engine} {plan.version}", hint="wait until it is done"
-            ) from None
+        told = False
+        while True:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if not told:
+                    waiting()
+                told = True
+                await asyncio.sleep(0.5)
         yield
 
 
@@ -193,5 +205,5 @@ def remove(name: str, *, version: str | None = None) -> list[Installation]:
         (home / MARKER).unlink()
         shutil.rmtree(home)
         for suffix in (".lock", ".log"):
-            home.with_suffix(suffix).unlink(missing_ok=True)
+            _beside(home, suffix).unlink(missing_ok=True)
     return ours

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import signal
 import time
@@ -17,7 +18,7 @@ from typing import Any, Literal, TypeVar
 import httpx
 
 from powerband.core.deployment import Deployment
-from powerband.core.engine import Command, Failure, Gauges
+from powerband.core.engine import Command, Failure, FailureKind, Gauges
 from powerband.engines.base import Engine
 from powerband.errors import EngineFailed
 from powerband.runtime.process import Process
@@ -75,6 +76,8 @@ class Replica:
         try:
             if self.command is not None:
                 self._enter("starting")
+                if self.log_path.exists():  # what an earlier run said must not be taken for this one's words
+                    self.log_path.replace(self.log_path.with_suffix(".log.previous"))
                 self.process = Process(self.command, log=self.log_path, cwd=self.directory, grace_s=self.stop_grace_s)
                 await self.process.__aenter__()
             await self._alive(self._become_ready(), within_s=self.ready_timeout_s)
@@ -195,7 +198,7 @@ class Replica:
                 return task.result()
             if death in done:
                 answering = self.state == "answering"
-                kind = "died_on_first_request" if answering else "crashed"
+                kind: FailureKind = "died_on_first_request" if answering else "crashed"
                 raise self._autopsy(
                     kind, "was healthy and died of its first request" if answering else "died at its start"
                 )
@@ -213,20 +216,19 @@ class Replica:
                     with contextlib.suppress(asyncio.CancelledError, EngineFailed):
                         await one
 
-    def _autopsy(self, kind: Any, sentence: str) -> EngineFailed:
-        """Turn what the log and the exit say into one error."""
-        failure = self.engine.diagnose(self._log()) or self._by_signal() or Failure(
-            kind=kind,
-            sentence=f"{self.engine.name} {sentence}",
-            hint=f"read its log: {self.log_path}" if kind != "never_ready" else
-            f"read its log: {self.log_path}; a slow start wants a longer --ready-timeout",
-            evidence=self._last_words(),
-        )  # fmt: skip
+    def _autopsy(self, kind: FailureKind, sentence: str) -> EngineFailed:
+        """Turn what the log and the exit say into one error; a typed failure says more than when it happened."""
+        found = self.engine.diagnose(self._log()) or self._by_signal()
+        if found is None or found.kind == "crashed":
+            longer = "; a slow start wants a longer --ready-timeout" if kind == "never_ready" else ""
+            found = Failure(
+                kind=kind,
+                sentence=f"{self.engine.name} {sentence}" + (f": {found.sentence}" if found else ""),
+                hint=f"read its log: {self.log_path}{longer}",
+                evidence=found.evidence if found else "",
+            )
         return EngineFailed(
-            failure.sentence,
-            hint=failure.hint,
-            failure=failure.kind,
-            evidence=failure.evidence or self._last_words(),
+            found.sentence, hint=found.hint, failure=found.kind, evidence=found.evidence or self._last_words()
         )
 
     def _by_signal(self) -> Failure | None:
@@ -298,7 +300,5 @@ class Replica:
             self._enter("stopped")
 
     def _headers(self) -> dict[str, str]:
-        import os
-
         key = os.environ.get(getattr(self.deployment.config, "api_key_env", None) or "")
         return {"authorization": f"Bearer {key}"} if key else {}

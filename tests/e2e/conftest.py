@@ -1,0 +1,26 @@
+"""Real engines on a real small model; what is missing is installed, into the cache that users have."""
+
+import asyncio
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from powerband.errors import EngineMissing
+from powerband.runtime import devices, environment
+from support import models
+
+VERSIONS = {
+    name: entry["version"]
+    for name, entry in tomllib.loads(Path(__file__).with_name("engines.toml").read_text()).items()
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engines_and_model() -> None:
+    for name, version in VERSIONS.items():
+        try:
+            environment.find(name, version=version)
+        except EngineMissing:
+            asyncio.run(environment.install(name, host=devices.this_host(), version=version))
+    models.make_all()

@@ -1,0 +1,69 @@
+"""Real logs become typed failures, with the facts that the log holds."""
+
+from pathlib import Path
+
+import pytest
+
+from powerband import engines
+
+LOGS = Path(__file__).parent.parent / "fixtures" / "logs"
+CASES = {
+    "vllm-tp": ("parallelism_refused", "2 does not divide the model's 9 attention heads"),
+    "vllm-context": ("context_too_long", "100000 is above the 8192 tokens"),
+    "vllm-flag": ("unknown_flag", "--no-such-flag"),
+    "vllm-fp8": ("unsupported", "no kernel static_scaled_fp8_quant"),
+    "vllm-kvsmall": ("out_of_memory", "8192 tokens needs 0.18 GiB"),
+    "vllm-memory": ("out_of_memory", "60.0 GiB of KV cache were asked for"),
+    "vllm-lora": ("lora_broken", "lora_alpha"),
+    "vllm-suffix": ("unsupported", "arctic-inference"),
+    "vllm-eagle": ("wrong_format", "LlamaModel has no 'model'"),
+    "vllm-mtp": ("unsupported", "speculative method mtp"),
+    "vllm-batch": ("wrong_value", "max_num_batched_tokens (8) must be greater"),
+    "vllm-block": ("crashed", "No common block size for 17"),
+    "vllm-quant": ("wrong_value", "Cannot find the config file for awq"),
+    "vllm-gpu-startup": ("out_of_memory", "0.9 of cuda:0, 19.84 GiB, and 19.77 GiB"),
+    "vllm-gpu-oom": ("out_of_memory", "350.00 MiB more was wanted"),
+    "llamacpp-flag": ("unknown_flag", "--no-such-flag"),
+    "llamacpp-value": ("wrong_value", "--threads"),
+    "llamacpp-fa": ("unsupported", "flash attention"),
+    "llamacpp-memory": ("out_of_memory", "439453.12 MB"),
+    "llamacpp-trunc": ("corrupt_file", "not within the file bounds"),
+    "llamacpp-lora": ("lora_broken", "not a LoRA adapter"),
+    "llamacpp-mtp": ("unsupported", "MTP layers"),
+    "llamacpp-gpu-oom": ("out_of_memory", "memory ran out on the device"),
+}
+SILENT = {
+    "llamacpp-eagle": ("lever_ignored", "draft model is not eagle3"),
+    "llamacpp-draftless": ("lever_ignored", "draft-simple requires a draft context"),
+    "llamacpp-context": ("lever_ignored", "cap the context of 100096 tokens at the model's 8192"),
+}
+
+
+def diagnose(case: str, *, ready: bool = False) -> tuple[str, str] | None:
+    log = (LOGS / f"{case}.log").read_text()
+    failure = engines.get(case.partition("-")[0]).diagnose(log, ready=ready)
+    if failure is None:
+        return None
+    assert failure.hint and "{" not in failure.sentence + failure.hint
+    assert failure.evidence and failure.evidence in log
+    return failure.kind, failure.sentence
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_failure_is_named(case: str) -> None:
+    kind, says = CASES[case]
+    found = diagnose(case)
+    assert found is not None and found[0] == kind
+    assert says in found[1]
+
+
+@pytest.mark.parametrize("case", SILENT)
+def test_a_lever_that_is_given_up_in_silence_is_named(case: str) -> None:
+    kind, says = SILENT[case]
+    found = diagnose(case, ready=True)
+    assert found is not None and found[0] == kind
+    assert says in found[1]
+
+
+def test_every_log_is_used() -> None:
+    assert {path.stem for path in LOGS.glob("*.log")} == set(CASES) | set(SILENT)
