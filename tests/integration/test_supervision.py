@@ -168,11 +168,11 @@ async def test_when_the_keeper_is_killed_the_engine_goes_too(tmp_path: Path) -> 
         async with running(tmp_path, fault="leaves_child") as replica:
             assert replica.process is not None and replica.process.pid is not None
             engine = psutil.Process(replica.process.pid)
-            keeper = engine.parent()
-            assert keeper is not None
+            keeper, children = engine.parent(), engine.children(recursive=True)
+            assert keeper is not None and len(children) == 1
             keeper.kill()
             await asyncio.wait_for(replica.watch(), 5)
-    assert not alive(engine.pid)
+    assert not alive(engine.pid) and not alive(children[0].pid)
 
 
 async def test_shared_memory_of_a_killed_engine_is_removed(tmp_path: Path) -> None:
@@ -190,6 +190,17 @@ time.sleep(600)
             await asyncio.sleep(0.02)
         assert Path("/dev/shm/powerband-test-block").exists()
     assert not Path("/dev/shm/powerband-test-block").exists()
+
+
+async def test_temporary_files_go_with_the_engine(tmp_path: Path) -> None:
+    script = "import tempfile, time; print(tempfile.mkstemp()[1], flush=True); time.sleep(600)"
+    log = tmp_path / "log"
+    async with Process(Command(argv=(sys.executable, "-c", script)), log=log, grace_s=0.2):
+        while not (log.exists() and log.read_text().endswith("\n")):
+            await asyncio.sleep(0.02)
+        made = Path(log.read_text().strip())
+        assert made.exists()
+    assert not made.exists() and not made.parent.exists()
 
 
 async def test_a_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

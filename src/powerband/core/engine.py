@@ -47,7 +47,6 @@ class Step(Value):
     title: str
     argv: tuple[str, ...]
     env: dict[str, str] = Field(default_factory=dict)
-    cwd: str | None = None
 
 
 class InstallPlan(Value):
@@ -59,7 +58,6 @@ class InstallPlan(Value):
     steps: tuple[Step, ...]
     program: tuple[str, ...]
     tools: dict[str, str] = Field(default_factory=dict)
-    needs: tuple[tuple[str, ...], ...] = Field(default=(), description="programs: one of each group must be here")
 
 
 class Command(Value):

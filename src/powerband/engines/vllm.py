@@ -170,6 +170,9 @@ class Vllm(Engine[VllmConfig]):
         """Return the local files that the config names, by knob."""
         config = deployment.config
         named = {f"lora_modules[{i}]": module.path for i, module in enumerate(config.lora_modules)}
+        draft = config.speculative_config.model if config.speculative_config else None
+        if draft and draft.startswith(("/", ".", "~")):
+            named["speculative_config.model"] = draft
         if config.chat_template and "\n" not in config.chat_template and "{" not in config.chat_template:
             named["chat_template"] = config.chat_template
         return named

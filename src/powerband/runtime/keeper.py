@@ -4,9 +4,9 @@ Run as a script with the standard library alone:
 
     keeper.py CONTROL_FD LOG_PATH LOG_MAX_BYTES ARGV...
 
-It leads a session of its own, adopts whatever the engine orphans, and writes the engine's output to a log of
-bounded size. The control socket carries `stop <grace seconds>` in, and `pid <n>` and `exit <status>` out. When the
-socket closes, Powerband is dead, however it died: the engine and all its descendants are killed at once. When the
+It leads a session of its own, adopts whatever the engine orphans, gives it a folder of its own for temporary files,
+and writes its output to a log of bounded size. The control socket carries `stop <grace seconds>` in, and `pid <n>` and
+`exit <status>` out. When the socket closes, Powerband is dead, however it died: the engine and all its descendants are killed at once. When the
 keeper itself is killed, the kernel kills the engine.
 """
 
@@ -16,10 +16,12 @@ import contextlib
 import ctypes
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -87,6 +89,7 @@ class Keeper:
         self.deadline: float | None = None
         self.status: int | None = None
         self.shared: set[str] = set()
+        self.scratch = tempfile.mkdtemp(prefix="powerband-")
 
     def run(self) -> None:
         """Start the engine, wait for it or for the order to end it, leave nothing behind."""
@@ -98,6 +101,7 @@ class Keeper:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self.engine = self.spawn()
         if self.engine is None:
+            shutil.rmtree(self.scratch, ignore_errors=True)
             return
         self.tell(f"pid {self.engine.pid}")
         assert self.engine.stdout is not None
@@ -132,6 +136,7 @@ class Keeper:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
+                env={**os.environ, "TMPDIR": self.scratch},
                 process_group=0,
                 preexec_fn=before_exec,
             )
@@ -187,7 +192,7 @@ class Keeper:
                 self.engine.returncode = self.status
 
     def kill_all(self) -> None:
-        """Kill every descendant until none is left, and remove the shared memory that they leave."""
+        """Kill every descendant until none is left, and remove the shared memory and the files that they leave."""
         assert self.engine is not None
         pause = 0.001
         for _ in range(2000):
@@ -208,6 +213,7 @@ class Keeper:
         for path in self.shared:
             with contextlib.suppress(OSError):
                 Path(path).unlink()
+        shutil.rmtree(self.scratch, ignore_errors=True)
 
     def tell(self, line: str) -> None:
         with contextlib.suppress(OSError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -19,16 +20,18 @@ from powerband.errors import EngineFailed
 
 KEEPER = Path(__file__).with_name("keeper.py")
 LOG_MAX_BYTES = 32 * 2**20
+_MARK = "POWERBAND_PROCESS"  # inherited by whatever the engine starts, in whatever session
 
 
 class Process:
     """A running command whose death is bound to ours; use it as `async with`."""
 
-    def __init__(self, command: Command, *, log: Path, cwd: Path | None = None, grace_s: float = 3.0) -> None:
-        self.command, self.log, self.cwd, self.grace_s = command, log, cwd, grace_s
+    def __init__(self, command: Command, *, log: Path, grace_s: float = 3.0) -> None:
+        self.command, self.log, self.grace_s = command, log, grace_s
         self.pid: int | None = None
         self.exit_code: int | None = None  # negative: the signal that ended it
         self.ended = asyncio.Event()
+        self._mark = secrets.token_hex(8)
 
     async def __aenter__(self) -> Process:
         ours, theirs = socket.socketpair()
@@ -36,8 +39,7 @@ class Process:
             argv = [sys.executable, "-I", "-S", str(KEEPER), str(theirs.fileno()), str(self.log)]
             self._keeper = subprocess.Popen(
                 [*argv, str(LOG_MAX_BYTES), *self.command.argv],
-                env={**os.environ, **self.command.env},
-                cwd=self.cwd,
+                env={**os.environ, **self.command.env, _MARK: self._mark},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -65,14 +67,14 @@ class Process:
         await self.stop(self.grace_s)
 
     async def _watch(self) -> None:
-        """Wait for the keeper's word; a keeper that ends without one was killed, and its session goes with it."""
+        """Wait for the keeper's word; a keeper that ends without one was killed, and its engine goes with it."""
         said = None
         while line := (await self._reader.readline()).decode():
             if line.startswith("exit "):
                 said = line.split()[1]
         await asyncio.to_thread(self._keeper.wait)
         if said is None or said == "None":
-            _kill_session(self._keeper.pid)
+            await asyncio.to_thread(_kill_marked, self._mark)
             self.exit_code = -signal.SIGKILL
         else:
             self.exit_code = int(said)
@@ -132,9 +134,15 @@ class Process:
             return []
 
 
-def _kill_session(session: int) -> None:
-    """Kill what is left of a session whose leader was killed."""
-    for pid in psutil.pids():
-        with contextlib.suppress(OSError):
-            if os.getsid(pid) == session:
-                os.kill(pid, signal.SIGKILL)
+def _kill_marked(mark: str) -> None:
+    """Kill every process that carries the mark in its environment, until there is none."""
+    for _ in range(100):
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                    process.kill()
+                    found.append(process)
+        if not found:
+            return
+        psutil.wait_procs(found, timeout=0.1)

@@ -78,7 +78,7 @@ class Replica:
                 self._enter("starting")
                 if self.log_path.exists():  # what an earlier run said must not be taken for this one's words
                     self.log_path.replace(self.log_path.with_suffix(".log.previous"))
-                self.process = Process(self.command, log=self.log_path, cwd=self.directory, grace_s=self.stop_grace_s)
+                self.process = Process(self.command, log=self.log_path, grace_s=self.stop_grace_s)
                 await self.process.__aenter__()
             await self._alive(self._become_ready(), within_s=self.ready_timeout_s)
         except BaseException as error:
