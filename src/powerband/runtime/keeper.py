@@ -6,8 +6,8 @@ Run as a script with the standard library alone:
 
 It leads a session of its own, adopts whatever the engine orphans, gives it a folder of its own for temporary files,
 and writes its output to a log of bounded size. The control socket carries `stop <grace seconds>` in, and `pid <n>` and
-`exit <status>` out. When the socket closes, Powerband is dead, however it died: the engine and all its descendants are killed at once. When the
-keeper itself is killed, the kernel kills the engine.
+`exit <status>` out. When the socket closes, Powerband is dead, however it died: the engine and all its descendants are
+killed at once. When the keeper itself is killed, the kernel kills the engine.
 """
 
 from __future__ import annotations
