@@ -1,6 +1,7 @@
 """Installing engines: steps run in order, an interrupted one leaves nothing that counts, two at once do it once."""
 
 import asyncio
+import json
 import os
 import stat
 import sys
@@ -108,3 +109,13 @@ def test_a_given_interpreter_is_asked_for_its_vllm(tmp_path: Path) -> None:
     os.symlink(sys.executable, python)
     found = environment.find("vllm", path=str(python))
     assert found.program[1:] == ("-m", "vllm.entrypoints.openai.api_server")
+
+
+async def test_a_build_for_another_cpu_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines.get("llamacpp"), "install_plan", plan())
+    await environment.install("llamacpp", host=devices.this_host(), version="1.0")
+    marker = next((environment.cache_root() / "engines").glob("*/*/installation.json"))
+    facts = json.loads(marker.read_text())
+    marker.write_text(json.dumps({**facts, "instruction_sets": ["avx9000"]}))
+    with pytest.raises(EngineMissing):
+        environment.find("llamacpp")

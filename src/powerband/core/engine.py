@@ -38,6 +38,7 @@ class Installation(Value):
     home: str | None = None
     build: str | None = None
     flags: frozenset[str] | None = None
+    instruction_sets: frozenset[str] = frozenset()
     tools: dict[str, str] = Field(default_factory=dict)
 
 
@@ -58,6 +59,7 @@ class InstallPlan(Value):
     steps: tuple[Step, ...]
     program: tuple[str, ...]
     tools: dict[str, str] = Field(default_factory=dict)
+    instruction_sets: frozenset[str] = Field(default=frozenset(), description="what the CPU must have to run it")
 
 
 class Command(Value):

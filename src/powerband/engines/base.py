@@ -30,6 +30,8 @@ class Engine(ABC, Generic[C]):
     programs: ClassVar[tuple[str, ...]] = ()  # what it is called on PATH
     default_version: ClassVar[str | None] = None  # what `engine install` installs; None: nothing to install
     attaches: ClassVar[bool] = False  # True: it is running already, elsewhere
+    builtin: ClassVar[tuple[str, ...] | None] = None  # the program, where it comes with Powerband
+    reads_weights: ClassVar[bool] = True
     help_args: ClassVar[tuple[str, ...]] = ("--help",)
     help_is_quick: ClassVar[bool] = True  # False: it takes seconds, so only an installation of ours is asked
     gauge_pages: ClassVar[tuple[str, ...]] = ("/metrics",)

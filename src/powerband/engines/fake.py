@@ -33,6 +33,8 @@ class Fake(Engine[FakeConfig]):
     """A server whose truth is known: what measures it is measured by it."""
 
     name: ClassVar[str] = "fake"
+    builtin: ClassVar[tuple[str, ...] | None] = ("{python}", "-m", "powerband.testing.golden")
+    reads_weights: ClassVar[bool] = False
     config_type = FakeConfig
 
     def footprint(self, deployment: Deployment[FakeConfig], *, model: Model, host: Host) -> Footprint:

@@ -159,6 +159,7 @@ class LlamaCpp(Engine[LlamaCppConfig]):
             build="+".join(on),
             steps=tuple(steps),
             program=("{home}/bin/llama-server",),
+            instruction_sets=_usable(host),
             tools={tool: f"{{home}}/bin/{tool}" for tool in tools} | {"converters": "{home}/convert"},
         )
 
@@ -250,6 +251,12 @@ for word in ("cc", "c++", "ar", "ranlib"):
     path.write_text(f'#!/bin/sh\\nexec {sys.executable} -m ziglang {word} "$@"\\n')
     path.chmod(0o755)
 """
+
+
+def _usable(host: Host) -> frozenset[str]:
+    """Return the instruction sets that a build for this host uses."""
+    groups = [needed for needed in _X86_OPTIONS.values() if needed <= host.instruction_sets]
+    return frozenset[str]().union(*groups) if host.machine == "x86_64" else frozenset()
 
 
 def _build_options(host: Host) -> list[str]:

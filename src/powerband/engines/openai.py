@@ -26,6 +26,8 @@ class OpenAI(Engine[OpenAIConfig]):
 
     name: ClassVar[str] = "openai"
     attaches: ClassVar[bool] = True
+    builtin: ClassVar[tuple[str, ...] | None] = ("attach",)
+    reads_weights: ClassVar[bool] = False
     config_type = OpenAIConfig
 
     def check(

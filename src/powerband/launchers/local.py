@@ -46,7 +46,7 @@ def prepare(deployment: Deployment[Any], *, engine_path: str | None = None, forc
     engine = engines.get(deployment.engine)
     host = devices.this_host()
     model = Model(source=deployment.variant.source)
-    if not engine.attaches and engine.name != "fake":
+    if engine.reads_weights:
         model = weights.inspect(deployment.variant.source)
         deployment = _with_absolute_source(deployment)
     for knob, path in engine.files(deployment).items():

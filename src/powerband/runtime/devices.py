@@ -31,7 +31,7 @@ def this_host() -> Host:
     memory = psutil.virtual_memory()
     limit, used = _cgroup_memory()
     available = memory.available if limit is None else min(memory.available, max(limit - used, 0))
-    flags = _cpu_flags()
+    flags = cpu_flags()
     gpus, gpu_problem = _gpus()
     return Host(
         system=platform.system(),
@@ -83,7 +83,8 @@ def _cpu_name() -> str:
     return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
-def _cpu_flags() -> frozenset[str]:
+def cpu_flags() -> frozenset[str]:
+    """Return the instruction sets that the kernel lists."""
     return frozenset((_cpuinfo("flags") or _cpuinfo("Features")).split())
 
 

@@ -23,6 +23,7 @@ from powerband.core.engine import Command, Installation, InstallPlan, Step
 from powerband.core.host import Host
 from powerband.engines.base import Engine
 from powerband.errors import EngineMissing, InputError, InstallFailed
+from powerband.runtime.devices import cpu_flags
 from powerband.runtime.process import Process
 
 MARKER = "installation.json"
@@ -53,15 +54,16 @@ def find(name: str, *, version: str | None = None, path: str | None = None) -> I
 def found_here(name: str) -> Iterator[Installation]:
     """Yield every installation of one engine: ours, newest first, then those on PATH."""
     engine = engines.get(name)
-    if name == "fake":
-        program = (sys.executable, "-m", "powerband.testing.golden")
-        yield Installation(engine=name, version="1", origin="builtin", program=program)
-    if engine.attaches:
-        yield Installation(engine=name, version="any", origin="builtin", program=("attach",))
+    if engine.builtin:
+        program = tuple(word.replace("{python}", sys.executable) for word in engine.builtin)
+        yield Installation(engine=name, version="builtin", origin="builtin", program=program)
     ours = sorted((cache_root() / "engines" / name).glob(f"*/{MARKER}"), key=_age, reverse=True)
+    flags = cpu_flags()
     for marker in ours:
         with contextlib.suppress(ValidationError, OSError):
-            yield Installation.model_validate_json(marker.read_text())
+            installation = Installation.model_validate_json(marker.read_text())
+            if installation.instruction_sets <= flags:  # a home folder may be shared by unlike machines
+                yield installation
     for program_name in engine.programs:
         if on_path := shutil.which(program_name):
             with contextlib.suppress(InputError):
@@ -114,7 +116,8 @@ async def install(
     """Install an engine unless it is there; return it, and whether work was done."""
     engine = engines.get(name)
     plan = engine.install_plan(version or engine.default_version or "", host)
-    recipe = json.dumps([plan.model_dump(mode="json"), host.machine, sys.version_info[:2]])
+    steps = [step.model_dump(mode="json") for step in plan.steps]
+    recipe = json.dumps([steps, host.machine, sys.version_info[:2]])
     home = cache_root() / "engines" / name / f"{plan.version}-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}"
     home.parent.mkdir(parents=True, exist_ok=True)
     async with _lock(
@@ -138,6 +141,7 @@ async def install(
             home=str(home),
             build=plan.build,
             flags=_flags(program, engine),
+            instruction_sets=plan.instruction_sets,
             tools={tool: _fill(path, home) for tool, path in plan.tools.items()},
         )
         if installation.flags is None:

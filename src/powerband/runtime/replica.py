@@ -25,7 +25,7 @@ from powerband.runtime.process import Process
 
 State = Literal["created", "starting", "answering", "ready", "stopping", "stopped", "failed"]
 _NEXT: dict[State, frozenset[State]] = {
-    "created": frozenset({"starting", "answering", "failed"}),
+    "created": frozenset({"starting", "answering", "stopping", "failed"}),
     "starting": frozenset({"answering", "stopping", "failed"}),
     "answering": frozenset({"ready", "stopping", "failed"}),
     "ready": frozenset({"stopping", "failed"}),
@@ -156,15 +156,16 @@ class Replica:
 
     async def _first_answer(self) -> None:
         """Send one real request: a server can be healthy and unable to answer."""
-        body = {"model": await self._model_name(), "prompt": "Hello", "max_tokens": 2, "temperature": 0}
+        body: dict[str, Any] = {"prompt": "Hello", "max_tokens": 2, "temperature": 0}
         while True:
             try:
+                body["model"] = await self._model_name()
                 answer = await self._http.post("/v1/completions", json=body, timeout=None)
-            except httpx.HTTPError as error:
+                if answer.status_code == 200 and answer.json()["choices"]:
+                    return
+            except (httpx.HTTPError, ValueError, KeyError, TypeError):
                 await self._let_it_die()
-                raise self._autopsy("died_on_first_request", "was healthy and broke off its first answer") from error
-            if answer.status_code == 200 and answer.json().get("choices"):
-                return
+                raise self._autopsy("died_on_first_request", "was healthy and broke off its first answer") from None
             if answer.status_code not in (429, 503):
                 await self._let_it_die()
                 said = " ".join(answer.text.split())[:300]
