@@ -74,7 +74,7 @@ class Process:
                 said = line.split()[1]
         await asyncio.to_thread(self._keeper.wait)
         if said is None or said == "None":
-            await asyncio.to_thread(_kill_marked, self._mark)
+            await asyncio.to_thread(_kill_family, self._keeper.pid, self._mark)
             self.exit_code = -signal.SIGKILL
         else:
             self.exit_code = int(said)
@@ -134,13 +134,14 @@ class Process:
             return []
 
 
-def _kill_marked(mark: str) -> None:
-    """Kill every process that carries the mark in its environment, until there is none."""
+def _kill_family(session: int, mark: str) -> None:
+    """Kill every process of the keeper's session, and any that left it with our mark in its environment."""
     for _ in range(100):
         found = []
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+            with contextlib.suppress(psutil.Error, OSError):
+                ours = os.getsid(process.pid) == session or process.environ().get(_MARK) == mark
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
                     process.kill()
                     found.append(process)
         if not found:
