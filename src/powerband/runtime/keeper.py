@@ -42,14 +42,16 @@ class Log:
         self.size = self.file.tell()
 
     def write(self, data: bytes) -> None:
-        if self.size + len(data) > self.limit:
-            self.file.close()
-            self.path.replace(self.path.with_suffix(self.path.suffix + ".1"))
-            self.file = self.path.open("ab", buffering=0)
-            self.size = 0
-        with contextlib.suppress(OSError):  # a full disk must not kill a serving engine
-            self.file.write(data)
-        self.size += len(data)
+        while data:
+            if self.size >= self.limit:
+                self.file.close()
+                self.path.replace(self.path.with_suffix(self.path.suffix + ".1"))
+                self.file = self.path.open("ab", buffering=0)
+                self.size = 0
+            part, data = data[: self.limit - self.size], data[self.limit - self.size :]
+            with contextlib.suppress(OSError):  # a full disk must not kill a serving engine
+                self.file.write(part)
+            self.size += len(part)
 
 
 def descendants(root: int) -> list[int]:
