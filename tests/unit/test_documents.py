@@ -113,6 +113,20 @@ def test_a_broken_document_says_what_is_wrong(text: str, says: str) -> None:
     assert says in refuse(text).message
 
 
+@pytest.mark.parametrize(
+    ("text", "says", "known"),
+    [
+        (WORKLOAD.replace("rate_per_s: 2", "rate_per_s: 2, rat: 1"), "f.yaml:2: unknown key 'arrivals.rat'", "process"),
+        (WORKLOAD.replace("poisson, rate_per_s: 2", "closed, users: 2, user: 3"), "Did you mean 'users'?", "users"),
+        (DEPLOYMENT.replace("scheme: q4_1", "schem: q4_1"), "f.yaml:3: unknown key 'variant.schem'", "scheme"),
+    ],
+)
+def test_an_unknown_key_inside_names_the_keys_of_that_place(text: str, says: str, known: str) -> None:
+    error = refuse(text)
+    assert says in error.message
+    assert known in error.hint and "variant" not in error.hint
+
+
 def test_an_unknown_engine_is_refused_with_the_nearest() -> None:
     with pytest.raises(InputError, match="Did you mean 'llamacpp'"):
         documents.parse(DEPLOYMENT.replace("engine: llamacpp", "engine: llamacp"), source="f.yaml")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
 
 from powerband.core import yaml12
 from powerband.errors import DocumentError, did_you_mean
@@ -42,7 +43,7 @@ class Document(Value):
         try:
             return cls.model_validate({key: value for key, value in data.items() if key != HEADER})
         except ValidationError as error:
-            raise _explain(error, cls, source=source, lines=lines) from None
+            raise _explain(error, cls, data=data, source=source, lines=lines) from None
 
     def to_data(self, *, units: bool = False) -> dict[str, Any]:
         """Return plain data without defaults; `units` writes 250ms instead of 0.25."""
@@ -83,21 +84,20 @@ def read_header(text: str, *, source: str) -> tuple[str, int, dict[str, Any], di
 
 
 def _explain(
-    error: ValidationError, model: type[BaseModel], *, source: str, lines: dict[yaml12.Path, int]
+    error: ValidationError, model: type[BaseModel], *, data: Any, source: str, lines: dict[yaml12.Path, int]
 ) -> DocumentError:
-    """Turn pydantic's errors into one sentence each, the first of which leads."""
+    """Turn pydantic's errors into one sentence each; the hint is for the first."""
     sentences = []
     hint = f"see the fields with 'powerband schema {getattr(model, 'kind', '')}'"
     for problem in error.errors():
-        path = tuple(part for part in problem["loc"] if not _is_type_tag(part))
+        path = _path_in(data, problem["loc"], may_lack_last=problem["type"] == "missing")
         line = next((lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in lines), None)
         where, dotted = f"{source}:{line}" if line else source, ".".join(map(str, path))
         if problem["type"] == "extra_forbidden":
-            known = _known_keys(model, path[:-1])
-            guess = did_you_mean(str(path[-1]), known)
-            sentences.append(f"{where}: unknown key '{dotted}'.{guess}")
+            known = _known_keys(model, problem["loc"][:-1])
+            sentences.append(f"{where}: unknown key '{dotted}'.{did_you_mean(str(path[-1]), known)}")
             if len(sentences) == 1:
-                hint = f"known keys here: {', '.join(sorted(known))}"
+                hint = f"known keys here: {', '.join(known)}"
         elif problem["type"] == "missing":
             sentences.append(f"{where}: the key '{dotted}' is missing")
         else:
@@ -106,28 +106,43 @@ def _explain(
     return DocumentError("\n".join(sentences), hint=hint)
 
 
-def _is_type_tag(part: str | int) -> bool:
-    return (
-        isinstance(part, str) and (part.endswith("]") or part[:1].isupper()) and not part.isupper() and "_" not in part
-    )
+def _path_in(data: Any, location: yaml12.Path, *, may_lack_last: bool) -> yaml12.Path:
+    """Return pydantic's location as a path in the file: without the names of types and of union members."""
+    path: list[str | int] = []
+    for number, part in enumerate(location):
+        held: Any = dict(enumerate(data)) if isinstance(data, list) else data
+        if isinstance(held, dict) and part in held:
+            data = held[part]
+            path.append(part)
+        elif may_lack_last and number == len(location) - 1:
+            path.append(part)
+    return tuple(path)
 
 
-def _known_keys(model: type[BaseModel], path: yaml12.Path) -> list[str]:
-    """Return the keys that are known where `path` leads, as far as the types tell."""
-    here: type[BaseModel] | None = model
-    for part in path:
-        field = here.model_fields.get(str(part)) if here else None
-        if field is None:
-            continue  # an index into a list keeps the model that the list holds
-        here = _model_inside(field.annotation)
-    return list(here.model_fields) if here else []
+def _known_keys(model: type[BaseModel], location: yaml12.Path) -> list[str]:
+    """Return the keys that are known where pydantic's location leads."""
+    candidates = [model]
+    for part in location:
+        chosen = [one for one in candidates if part in _tags(one)]
+        inside = [found for one in candidates for found in _models_in(one.model_fields.get(str(part)))]
+        candidates = chosen or inside or candidates
+    return sorted({key for one in candidates for key in one.model_fields})
 
 
-def _model_inside(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for argument in getattr(annotation, "__args__", ()):
-        found = _model_inside(argument)
-        if found is not None:
-            return found
-    return None
+def _tags(model: type[BaseModel]) -> set[Any]:
+    """Return the words by which a model is chosen among others."""
+    return {word for field in model.model_fields.values() for word in _literal(field.annotation)}
+
+
+def _literal(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
+
+
+def _models_in(field: FieldInfo | None) -> list[type[BaseModel]]:
+    pending, found = [field.annotation if field else None], []
+    while pending:
+        annotation = pending.pop()
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            found.append(annotation)
+        pending += get_args(annotation)
+    return found
