@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from powerband.cli.output import Json, emit, out
+from powerband.cli.output import Json, emit, out, warning
 
 
 def check(
@@ -38,4 +38,4 @@ def check(
         return
     out().print(f"[green]ok[/] {file}: {document.header()} {document.digest()[:19]}")
     for problem in warnings:
-        out().print(f"[yellow]![/] {problem.sentence}; {problem.hint}")
+        out().print(warning(problem.sentence, problem.hint))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from powerband.cli.output import Json, emit, out
+from powerband.cli.output import Json, emit, out, warning
 
 
 def doctor(*, json: Json = False) -> None:
@@ -26,6 +26,8 @@ def doctor(*, json: Json = False) -> None:
 
     host = report.host
     console, table = out(), Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")
     quota = f", limited to {host.cpu_quota:g} by a cgroup" if host.cpu_quota else ""
     table.add_row(
         "[bold]CPU[/]", f"{host.cpu_name}, {len(host.cores)} cores{quota}, {max(1, len(host.numa_nodes))} NUMA node(s)"
@@ -39,11 +41,10 @@ def doctor(*, json: Json = False) -> None:
     if not host.gpus:
         table.add_row("[bold]GPU[/]", "none")
     for one in report.engines:
-        build = f" ({one.build})" if one.build else ""
-        table.add_row(f"[bold]{one.engine}[/]", f"{one.version}{build}, {one.origin}: {one.program[0]}")
+        table.add_row(f"[bold]{one.engine}[/]", f"{one.version}, {one.origin}: {one.home or one.program[0]}")
     console.print(table)
     for advice in report.advice:
-        console.print(f"[yellow]![/] {advice.sentence}" + (f": [cyan]{advice.fix}[/]" if advice.fix else ""))
+        console.print(warning(advice.sentence, advice.fix))
     if not report.advice:
         console.print("[green]ok[/] nothing is missing")
 

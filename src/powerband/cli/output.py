@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout instead of text for people.")]
 
@@ -23,7 +24,7 @@ def out() -> Console:
     """Return the console for data."""
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
 def talk() -> Console:
@@ -31,3 +32,10 @@ def talk() -> Console:
     from rich.console import Console
 
     return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def warning(sentence: str, hint: str) -> Text:
+    """Return a warning with what to do about it; text of others is never read as markup."""
+    from rich.text import Text
+
+    return Text.assemble(("! ", "yellow"), sentence, (f"; {hint}" if hint else "", "dim"))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from powerband.cli.output import Json, emit, out, talk
+from powerband.cli.output import Json, emit, out, talk, warning
 
 if TYPE_CHECKING:
     from powerband.core.deployment import Deployment
@@ -53,7 +53,7 @@ def run(
             print(line)
         return
     for problem in prepared.problems:
-        talk().print(f"[yellow]![/] {problem.sentence}; {problem.hint}")
+        talk().print(warning(problem.sentence, problem.hint))
     directory = Path(run_dir) if run_dir else None
     if directory:
         directory.mkdir(parents=True, exist_ok=True)
@@ -163,6 +163,8 @@ def _announce(replica: Replica, prepared: Prepared, *, json: bool) -> None:
     from rich.table import Table
 
     console, table = out(), Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")
     phases = ", ".join(f"{timing.phase} {timing.seconds:.1f}" for timing in replica.timings if timing.seconds >= 0.05)
     table.add_row("[bold green]ready[/]", f"[bold]{replica.url}/v1[/]  model {prepared.deployment.served_name}")
     if memory is not None:
