@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,12 @@ def test_run_answers_a_chat(engine: str, settings: list[str], tmp_path: Path) ->
         assert ready["event"] == "ready", ready
         body = {
             "model": ready["model"],
-            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "messages": [{"role": "user", "content": "Name the first three months of the year."}],
             "max_tokens": 24,
             "temperature": 0,
         }
         answer = httpx.post(f"{ready['url']}/v1/chat/completions", json=body, timeout=60).json()
-        assert "Paris" in answer["choices"][0]["message"]["content"]
+        assert "February" in answer["choices"][0]["message"]["content"]
         assert ready["memory_bytes"] > 50 * 2**20
         assert len(ready["phases"]) >= 4
         assert abs(sum(ready["phases"].values()) - ready["startup_s"]) < 0.1
@@ -62,6 +63,13 @@ def test_run_answers_a_chat(engine: str, settings: list[str], tmp_path: Path) ->
         rest, _ = process.communicate(timeout=15)
     assert json.loads(rest)["event"] == "stopped"
     assert process.returncode == 0
+
+
+def healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 @pytest.mark.llamacpp
@@ -73,13 +81,10 @@ def test_the_printed_command_is_the_one_that_runs(tmp_path: Path) -> None:
     process.communicate(timeout=15)
     pasted = subprocess.Popen(["/bin/sh", "-c", "exec " + ready["command"]], stderr=subprocess.DEVNULL)
     try:
-        transport = httpx.HTTPTransport(retries=40)
-        with httpx.Client(transport=transport) as client:
-            for _ in range(200):
-                if client.get(f"{ready['url']}/health").status_code == 200:
-                    break
-            else:
-                pytest.fail("the pasted command did not become healthy")
+        deadline = time.monotonic() + 60
+        while not healthy(ready["url"]):
+            assert time.monotonic() < deadline, "the pasted command did not become healthy"
+            time.sleep(0.1)
     finally:
         pasted.kill()
         pasted.wait()

@@ -55,7 +55,7 @@ class InstallPlan(Value):
 
     engine: str
     version: str
-    build: str
+    build: str = Field(description="what distinguishes the result from another of the same version")
     steps: tuple[Step, ...]
     program: tuple[str, ...]
     tools: dict[str, str] = Field(default_factory=dict)

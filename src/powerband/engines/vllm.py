@@ -147,7 +147,7 @@ class Vllm(Engine[VllmConfig]):
         return InstallPlan(
             engine=self.name,
             version=version,
-            build="cuda" if host.gpus else "cpu",
+            build="cuda" if host.gpus else f"cpu-torch-{_CPU_TORCH}",
             steps=tuple(steps),
             program=program,
             tools={"python": python},

@@ -116,9 +116,8 @@ async def install(
     """Install an engine unless it is there; return it, and whether work was done."""
     engine = engines.get(name)
     plan = engine.install_plan(version or engine.default_version or "", host)
-    steps = [step.model_dump(mode="json") for step in plan.steps]
-    recipe = json.dumps([steps, host.machine, sys.version_info[:2]])
-    home = cache_root() / "engines" / name / f"{plan.version}-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}"
+    key = json.dumps([plan.build, host.machine, sys.version_info[:2]])
+    home = cache_root() / "engines" / name / f"{plan.version}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
     home.parent.mkdir(parents=True, exist_ok=True)
     async with _lock(
         _beside(home, ".lock"), waiting=lambda: progress("wait for another process that installs it", 0, 1)
