@@ -1,0 +1,152 @@
+"""What each adapter says to its engine, word for word, and what it refuses."""
+
+from typing import Any
+
+import pytest
+
+from powerband import engines
+from powerband.core.engine import Installation
+from powerband.core.host import Gpu
+from powerband.testing.engine_contract import HOST, MODEL
+
+
+def argv(engine: str, program: tuple[str, ...] = ("/e",), **config: Any) -> tuple[str, ...]:
+    said: tuple[str, ...] = command(engine, program, **config).argv
+    return said
+
+
+def command(engine: str, program: tuple[str, ...] = ("/e",), source: str = "/m.gguf", **config: Any) -> Any:
+    data = {"name": "m", "variant": {"source": source}, "engine": engine, "config": config}
+    deployment = engines.deployment_type(engine).model_validate(data)
+    installation = Installation(engine=engine, version="1", origin="given", program=program)
+    return engines.get(engine).command(deployment, installation=installation, port=9)
+
+
+LLAMA = ("/e", "--model", "/m.gguf", "--host", "127.0.0.1", "--port", "9", "--metrics", "--no-ui", "--alias", "m")
+
+
+def test_llamacpp_says_flags_pairs_lists_and_extras() -> None:
+    said = argv(
+        "llamacpp",
+        parallel=4,
+        cont_batching=False,
+        cache_prompt=True,
+        spec_type=["ngram-simple", "ngram-mod"],
+        lora=["a.gguf", "b.gguf"],
+        n_gpu_layers="all",
+        swa_full=False,
+        extra_args=["--verbose"],
+    )
+    assert said == (
+        *LLAMA,
+        *("--parallel", "4", "--no-cont-batching", "--cache-prompt", "--spec-type", "ngram-simple,ngram-mod"),
+        *("--lora", "a.gguf,b.gguf", "--n-gpu-layers", "all", "--verbose"),
+    )
+
+
+def test_llamacpp_fetches_a_hub_id() -> None:
+    assert command("llamacpp", source="org/model-GGUF").argv[1:3] == ("--hf-repo", "org/model-GGUF")
+
+
+def test_vllm_says_json_environment_and_adapters() -> None:
+    said = command(
+        "vllm",
+        source="/model",
+        speculative_config={"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4},
+        kv_cache_memory_bytes="1GiB",
+        lora_modules=[{"name": "a", "path": "/a"}, {"name": "b", "path": "/b"}],
+        enable_lora=True,
+        VLLM_CPU_OMP_THREADS_BIND="0-1",
+        VLLM_ALLOW_RUNTIME_LORA_UPDATING=True,
+        extra_env={"LD_PRELOAD": "/lib/tcmalloc.so"},
+    )
+    assert said.argv == (
+        *("/e", "--model", "/model", "--host", "127.0.0.1", "--port", "9", "--served-model-name", "m"),
+        *("--lora-modules", "a=/a", "b=/b", "--kv-cache-memory-bytes", "1073741824"),
+        *("--speculative-config", '{"method":"ngram","num_speculative_tokens":4,"prompt_lookup_max":4}'),
+        "--enable-lora",
+    )
+    assert said.env["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+    assert said.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert said.env["LD_PRELOAD"] == "/lib/tcmalloc.so"
+    assert said.env["VLLM_HOST_IP"] == "127.0.0.1"  # its own sockets stay on loopback too
+
+
+def test_vllm_serve_takes_the_model_as_a_word() -> None:
+    assert argv("vllm", ("/bin/vllm", "serve"))[:3] == ("/bin/vllm", "serve", "/m.gguf")
+
+
+def problems(engine: str, host: Any = HOST, flags: frozenset[str] | None = None, **config: Any) -> dict[str, str]:
+    data = {"variant": {"source": "/m"}, "engine": engine, "config": config}
+    deployment = engines.deployment_type(engine).model_validate(data)
+    installation = Installation(engine=engine, version="0.32.0", origin="given", program=("/e",), flags=flags)
+    found = engines.get(engine).check(deployment, model=MODEL, host=host, installation=installation)
+    return {problem.rule: problem.severity for problem in found}
+
+
+@pytest.mark.parametrize(
+    ("engine", "config", "rule"),
+    [
+        ("vllm", {"tensor_parallel_size": 2}, "tp-divides-heads"),
+        ("vllm", {"max_model_len": 9000}, "context-too-long"),
+        ("vllm", {"pipeline_parallel_size": 2}, "cpu-pipeline-parallel"),
+        ("vllm", {"quantization": "fp8"}, "cpu-fp8-weights"),
+        ("vllm", {"quantization": "awq"}, "quantization-of-plain-weights"),
+        ("vllm", {"block_size": 17}, "cpu-block-size"),
+        ("vllm", {"max_num_batched_tokens": 8, "max_num_seqs": 64}, "batch-below-seqs"),
+        ("vllm", {"lora_modules": [{"name": "a", "path": "/a"}]}, "lora-not-enabled"),
+        ("vllm", {"enable_expert_parallel": True}, "experts-of-a-dense-model"),
+        ("vllm", {}, "cpu-compile-needs-compiler"),
+        ("llamacpp", {"spec_draft_model": "/d.gguf"}, "draft-without-type"),
+        ("llamacpp", {"spec_type": ["draft-simple"]}, "type-without-draft"),
+        ("llamacpp", {"flash_attn": "off", "cache_type_v": "q8_0"}, "quantized-v-needs-flash-attention"),
+        ("llamacpp", {"cache_prompt": False, "cache_reuse": 64}, "reuse-without-cache"),
+        ("llamacpp", {"ctx_size": 40000, "parallel": 4}, "context-too-long"),
+        ("llamacpp", {"ctx_size": 512, "parallel": 32}, "context-too-small"),
+        ("llamacpp", {"cpu_moe": True}, "experts-of-a-dense-model"),
+    ],
+)
+def test_a_known_conflict_is_refused(engine: str, config: dict[str, Any], rule: str) -> None:
+    assert problems(engine, **config).get(rule) == "refuse"
+
+
+def test_what_works_is_not_refused() -> None:
+    host = HOST.model_copy(update={"compiler": "/usr/bin/c++"})
+    assert "refuse" not in problems("vllm", host, max_model_len=8192, block_size=64, tensor_parallel_size=3).values()
+    assert problems("llamacpp", ctx_size=32768, parallel=4, cache_type_k="q8_0") == {}
+
+
+def test_a_gpu_changes_what_is_refused() -> None:
+    gpu = Gpu(index=0, name="NVIDIA H100 80GB HBM3", memory_bytes=80 * 2**30, free_bytes=79 * 2**30, driver="550")
+    host = HOST.model_copy(update={"gpus": (gpu,)})
+    assert problems("vllm", host, pipeline_parallel_size=2, block_size=17) == {}
+    assert "more-ways-than-gpus" in problems("vllm", host, tensor_parallel_size=3)
+
+
+def test_a_flag_that_the_engine_does_not_know_is_refused() -> None:
+    known = frozenset({"--parallel"})
+    assert problems("llamacpp", flags=known, parallel=2) == {}
+    assert problems("llamacpp", flags=known, batch_size=8) == {"unknown-flag": "refuse"}
+    assert problems("llamacpp", flags=known, extra_args=["--paralel", "2"]) == {"unknown-flag": "refuse"}
+
+
+def test_an_engine_that_is_too_old_is_refused() -> None:
+    data = {"variant": {"source": "/m"}, "engine": "vllm"}
+    deployment = engines.deployment_type("vllm").model_validate(data)
+    old = Installation(engine="vllm", version="0.9.1", origin="path", program=("/e",))
+    found = engines.get("vllm").check(deployment, model=MODEL, host=HOST, installation=old)
+    assert "engine-too-old" in [problem.rule for problem in found]
+
+
+def test_an_8_bit_kv_cache_halves_the_bytes_per_token() -> None:
+    def per_token(engine: str, **config: Any) -> float:
+        data = {"variant": {"source": "/m"}, "engine": engine, "config": config}
+        deployment = engines.deployment_type(engine).model_validate(data)
+        footprint = engines.get(engine).footprint(deployment, model=MODEL, host=HOST)
+        assert footprint.kv_bytes_per_token is not None
+        return footprint.kv_bytes_per_token
+
+    assert per_token("llamacpp") == 2 * 30 * 3 * 64 * 2 == 23040  # the engine itself: 180 MiB for 8192 tokens
+    assert per_token("llamacpp", cache_type_k="q8_0", cache_type_v="q8_0") == 23040 * 17 / 32
+    assert per_token("vllm") == 23040
+    assert 1.8 < per_token("vllm") / per_token("vllm", kv_cache_dtype="int8_per_token_head") <= 2.0
