@@ -182,22 +182,26 @@ class Vllm(Engine[VllmConfig]):
         config = deployment.config
         elements = model.kv_elements_per_token()
         per_token = elements * _kv_bytes_per_element(config.kv_cache_dtype, model) if elements else None
+        batch = config.max_num_batched_tokens or 2048
+        weights = model.weight_bytes or 0
+        activations = 4 * batch * 8 * (model.hidden or 0) + 4 * 256 * (model.vocabulary or 0)
+        overhead = int(2.2 * 2**30) if not host.gpus else 3 * 2**30
         kv = config.kv_cache_memory_bytes
         if config.VLLM_CPU_KVCACHE_SPACE is not None and not host.gpus:
             kv = config.VLLM_CPU_KVCACHE_SPACE * 2**30
-        elif kv is None and not host.gpus:  # it takes its share of the whole memory, weights included
-            share = int((config.gpu_memory_utilization or 0.92) * host.memory_bytes)
-            kv = max(share - (model.weight_bytes or 0), 0)
-        batch = config.max_num_batched_tokens or 2048
+        elif kv is None and not host.gpus:  # it takes its share of the memory node, all else included
+            whole = host.numa_nodes[0].memory_bytes if host.numa_nodes else host.memory_bytes
+            share = int((config.gpu_memory_utilization or 0.92) * whole)
+            kv = max(share - weights - activations - overhead, 0)
         return Footprint(
             weights_bytes=model.weight_bytes,
             kv_bytes=kv,
             kv_bytes_per_token=per_token,
-            activations_bytes=4 * batch * 8 * (model.hidden or 0) + 4 * 256 * (model.vocabulary or 0),
-            overhead_bytes=int(2.2 * 2**30) if not host.gpus else 3 * 2**30,
+            activations_bytes=activations,
+            overhead_bytes=overhead,
             one_node=not host.gpus,
             lower=(
-                "VLLM_CPU_KVCACHE_SPACE or kv_cache_memory_bytes",
+                "the KV cache (VLLM_CPU_KVCACHE_SPACE in GiB, or kv_cache_memory_bytes)",
                 "max_num_batched_tokens",
                 "max_model_len",
             ),
