@@ -1,5 +1,15 @@
-"""`python -m powerband` is `powerband`."""
+"""The program's first lines: `powerband` and `python -m powerband`."""
 
-from powerband.cli.main import main
+import signal
 
-main()
+
+def main() -> None:
+    """Let Ctrl-C end the process until a command handles it itself: raised amid imports it could get lost."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from powerband.cli.main import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

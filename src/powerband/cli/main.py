@@ -49,9 +49,6 @@ def main() -> None:
     except PowerbandError as error:
         _report(error)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)
