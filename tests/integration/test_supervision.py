@@ -270,7 +270,7 @@ async def test_a_port_lost_to_a_stranger_is_picked_anew(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("moment", [0.1, 0.4, 0.8, 1.5])
+@pytest.mark.parametrize("moment", [0.1, 0.25, 0.4, 0.8, 1.5])
 def test_however_run_dies_nothing_is_left(tmp_path: Path, number: signal.Signals, moment: float) -> None:
     argv = [
         sys.executable,

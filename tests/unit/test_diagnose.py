@@ -18,6 +18,7 @@ CASES = {
     "vllm-suffix": ("unsupported", "arctic-inference"),
     "vllm-eagle": ("wrong_format", "LlamaModel has no 'model'"),
     "vllm-mtp": ("unsupported", "speculative method mtp"),
+    "vllm-lscpu": ("unsupported", "lscpu"),
     "vllm-batch": ("wrong_value", "max_num_batched_tokens (8) must be greater"),
     "vllm-block": ("crashed", "No common block size for 17"),
     "vllm-quant": ("wrong_value", "Cannot find the config file for awq"),
