@@ -6,13 +6,15 @@ machine, is written beside it as `<name>.txt`; a run with arguments is a quick l
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = Path(sys.argv[0]).name
@@ -72,7 +74,51 @@ def conclude(figure: str, *, holds: bool) -> NoReturn:
     sys.exit(0 if holds else 1)
 
 
-def powerband(*args: str, timeout: float = 900) -> subprocess.CompletedProcess[str]:
-    """Run the command line of this checkout."""
+def powerband(*args: str, timeout: float = 900) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Run the command line of this checkout to its end; return it, and who outlived it."""
     argv = [sys.executable, "-m", "powerband", *args]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(argv, stdout=out, stderr=err, stdin=subprocess.DEVNULL)
+        family, deadline = Family(process.pid), time.monotonic() + timeout
+        while process.poll() is None and time.monotonic() < deadline:
+            family.look()
+            time.sleep(0.05)
+        if process.poll() is None:
+            process.kill()
+        code = process.wait()
+        out.seek(0), err.seek(0)
+        return subprocess.CompletedProcess(argv, code, out.read(), err.read()), family.alive()
+
+
+class Family:
+    """Everything that a process has started, seen by looking often; tells who outlived it."""
+
+    def __init__(self, root: int) -> None:
+        self.root, self.seen = root, set[Any]()
+
+    def look(self) -> None:
+        """Note who is below the root now."""
+        import psutil
+
+        with contextlib.suppress(psutil.Error):
+            self.seen |= set(psutil.Process(self.root).children(recursive=True))
+
+    def alive(self) -> list[str]:
+        """Return who lives: of those seen, and of the sessions that they led."""
+        import psutil
+
+        led = {one.pid for one in self.seen}
+        born_later = [one for one in psutil.process_iter() if _session(one.pid) in led]
+        lines = []
+        for one in {*self.seen, *born_later}:
+            with contextlib.suppress(psutil.Error):
+                if one.is_running() and one.status() != psutil.STATUS_ZOMBIE:
+                    lines.append(" ".join(one.cmdline())[:80])
+        return lines
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return None

@@ -4,7 +4,7 @@ import signal
 
 
 def main() -> None:
-    """Let Ctrl-C end the process until a command handles it itself: raised amid imports it could get lost."""
+    """Let Ctrl-C end the process until a command handles it; a shell may have left the signal ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from powerband.cli.main import main as run
 

@@ -83,6 +83,13 @@ def shared_memory(pids: list[int]) -> set[str]:
     return {path for path in ours - others if not path.endswith(" (deleted)")}
 
 
+def tracks_resources(pid: int) -> bool:
+    """Tell whether a process is Python's tracker of shared memory and semaphores."""
+    with contextlib.suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
 class Keeper:
     """Own one engine until it is gone."""
 
@@ -196,15 +203,19 @@ class Keeper:
     def kill_all(self) -> None:
         """Kill every descendant until none is left, and remove the shared memory and the files that they leave."""
         assert self.engine is not None
-        pause = 0.001
+        pause, patience = 0.001, time.monotonic() + 1.0
         for _ in range(2000):
             below = descendants(os.getpid()) if sys.platform == "linux" else []
             self.shared |= shared_memory(below) if below else set()
+            waiting = time.monotonic() < patience
             for pid in below:
+                if waiting and tracks_resources(pid):
+                    continue  # it removes what the others leave, and ends by itself
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.engine.pid, signal.SIGKILL)
+            if not below or not waiting:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.engine.pid, signal.SIGKILL)
             try:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
