@@ -18,7 +18,7 @@ def check(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Check a document, and with --here whether it could start on this machine; start nothing."""
+    """Check a document. With --here also whether it could start on this machine; nothing is started."""
     from powerband.core.deployment import Deployment
     from powerband.core.engine import Problem
     from powerband.errors import InputError

@@ -6,7 +6,7 @@ from powerband.cli.output import Json, emit, out, warning
 
 
 def doctor(*, json: Json = False) -> None:
-    """Say what is on this machine, which engines it has, and how to get what is missing."""
+    """Say what is on this machine, and how to get what is missing."""
     from powerband import doctor as stage
     from powerband.core.host import Host
     from powerband.core.units import about_bytes

@@ -11,7 +11,7 @@ from powerband.cli.output import Json, emit, out, talk
 if TYPE_CHECKING:
     from powerband.core.engine import Installation
 
-app = typer.Typer(help="Install, list and remove inference engines.", no_args_is_help=True)
+app = typer.Typer(help="Install, list and remove inference engines.", no_args_is_help=True, rich_markup_mode=None)
 Name = Annotated[str, typer.Argument(help="vllm or llamacpp")]
 Version = Annotated[str | None, typer.Option("--version", help="The engine's version; the default is the one tested.")]
 

@@ -35,7 +35,7 @@ def run(
     force: Annotated[bool, typer.Option("--force", help="Start although a check refuses.")] = False,
     json: Json = False,
 ) -> None:
-    """Start one deployment in the foreground, ready when it has answered a real request; Ctrl-C stops it."""
+    """Start one deployment in the foreground. It is ready when it has answered a real request; Ctrl-C stops it."""
     import asyncio
     from pathlib import Path
 

@@ -14,7 +14,7 @@ def show(
     *,
     json: Json = False,
 ) -> None:
-    """Print a document in its canonical form, with its digest; --json has base units (seconds, bytes)."""
+    """Print a document in its canonical form. --json has base units: seconds, bytes."""
     from powerband.store import documents
 
     document = documents.read(file)
