@@ -169,10 +169,13 @@ async def test_when_the_keeper_is_killed_the_engine_goes_too(tmp_path: Path) -> 
             assert replica.process is not None and replica.process.pid is not None
             engine = psutil.Process(replica.process.pid)
             keeper, children = engine.parent(), engine.children(recursive=True)
+            scratch = Path(engine.environ()["TMPDIR"])
+            assert scratch.exists()
             assert keeper is not None and len(children) == 1
             keeper.kill()
             await asyncio.wait_for(replica.watch(), 5)
     assert not alive(engine.pid) and not alive(children[0].pid)
+    assert not scratch.exists()
 
 
 async def test_shared_memory_of_a_killed_engine_is_removed(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def prepare(deployment: Deployment[Any], *, engine_path: str | None = None, forc
 
 
 def _with_absolute_source(deployment: Deployment[Any]) -> Deployment[Any]:
-    """The engine runs in the run directory, so a path must not depend on where we are."""
+    """A command that is printed and kept must mean the same wherever it is pasted."""
     path = Path(deployment.variant.source).expanduser()
     if not path.exists():
         return deployment

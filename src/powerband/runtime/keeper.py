@@ -2,7 +2,7 @@
 
 Run as a script with the standard library alone:
 
-    keeper.py CONTROL_FD LOG_PATH LOG_MAX_BYTES ARGV...
+    keeper.py CONTROL_FD SCRATCH_FOLDER LOG_PATH LOG_MAX_BYTES ARGV...
 
 It leads a session of its own, adopts whatever the engine orphans, gives it a folder of its own for temporary files,
 and writes its output to a log of bounded size. The control socket carries `stop <grace seconds>` in, and `pid <n>` and
@@ -21,7 +21,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -93,12 +92,11 @@ def tracks_resources(pid: int) -> bool:
 class Keeper:
     """Own one engine until it is gone."""
 
-    def __init__(self, control: socket.socket, log: Log, argv: list[str]) -> None:
-        self.control, self.log, self.argv = control, log, argv
+    def __init__(self, control: socket.socket, scratch: str, log: Log, argv: list[str]) -> None:
+        self.control, self.scratch, self.log, self.argv = control, scratch, log, argv
         self.deadline: float | None = None
         self.status: int | None = None
         self.shared: set[str] = set()
-        self.scratch = tempfile.mkdtemp(prefix="powerband-")
 
     def run(self) -> None:
         """Start the engine, wait for it or for the order to end it, leave nothing behind."""
@@ -235,11 +233,12 @@ class Keeper:
 
 def main() -> None:
     """Read the arguments and keep."""
-    fd, log_path, limit, *argv = sys.argv[1:]
+    fd, scratch, log_path, limit, *argv = sys.argv[1:]
+    Path(scratch).mkdir(mode=0o700)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     control = socket.socket(fileno=int(fd))
     control.set_inheritable(False)
-    Keeper(control, Log(log_path, int(limit)), argv).run()
+    Keeper(control, scratch, Log(log_path, int(limit)), argv).run()
 
 
 if __name__ == "__main__":

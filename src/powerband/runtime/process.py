@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import TracebackType
 
@@ -32,11 +34,12 @@ class Process:
         self.exit_code: int | None = None  # negative: the signal that ended it
         self.ended = asyncio.Event()
         self._mark = secrets.token_hex(8)
+        self._scratch = Path(tempfile.gettempdir()) / f"powerband-{self._mark}"
 
     async def __aenter__(self) -> Process:
         ours, theirs = socket.socketpair()
         with theirs:
-            argv = [sys.executable, "-I", "-S", str(KEEPER), str(theirs.fileno()), str(self.log)]
+            argv = [sys.executable, "-I", "-S", str(KEEPER), str(theirs.fileno()), str(self._scratch), str(self.log)]
             self._keeper = subprocess.Popen(
                 [*argv, str(LOG_MAX_BYTES), *self.command.argv],
                 env={**os.environ, **self.command.env, _MARK: self._mark},
@@ -75,6 +78,7 @@ class Process:
         await asyncio.to_thread(self._keeper.wait)
         if said is None or said == "None":
             await asyncio.to_thread(_kill_family, self._keeper.pid, self._mark)
+            shutil.rmtree(self._scratch, ignore_errors=True)
             self.exit_code = -signal.SIGKILL
         else:
             self.exit_code = int(said)
