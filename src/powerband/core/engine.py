@@ -87,6 +87,7 @@ class Footprint(Value):
     activations_bytes: int = 0
     overhead_bytes: int = 0
     one_node: bool = Field(default=False, description="all of it must come from one memory node")
+    gpu_ways: int = Field(default=0, description="GPUs that share the weights and the KV cache; 0: host memory")
     growth_bytes: int = Field(default=0, description="what may be added later, while it serves")
     lower: tuple[str, ...] = Field(default=(), description="the knobs that make it smaller")
 

@@ -200,6 +200,7 @@ class Vllm(Engine[VllmConfig]):
             activations_bytes=activations,
             overhead_bytes=overhead,
             one_node=not host.gpus,
+            gpu_ways=(config.tensor_parallel_size or 1) * (config.pipeline_parallel_size or 1) if host.gpus else 0,
             lower=(
                 "the KV cache (VLLM_CPU_KVCACHE_SPACE in GiB, or kv_cache_memory_bytes)",
                 "max_num_batched_tokens",

@@ -71,7 +71,7 @@ def _with_absolute_source(deployment: Deployment[Any]) -> Deployment[Any]:
 
 
 def _memory_problems(footprint: Footprint, deployment: Deployment[Any], host: Host) -> list[Problem]:
-    if host.gpus and deployment.engine == "vllm":
+    if footprint.gpu_ways:
         return _gpu_memory_problems(footprint, deployment, host)
     need, free = footprint.start_bytes(), host.available_bytes
     if footprint.one_node and host.numa_nodes:
@@ -95,10 +95,8 @@ def _memory_problems(footprint: Footprint, deployment: Deployment[Any], host: Ho
 
 
 def _gpu_memory_problems(footprint: Footprint, deployment: Deployment[Any], host: Host) -> list[Problem]:
-    """vLLM takes a share of each GPU: the weights' part must fit into what is free of it."""
-    config = deployment.config
-    ways = (config.tensor_parallel_size or 1) * (config.pipeline_parallel_size or 1)
-    allowed = deployment.placement.gpus
+    """Each GPU's part of the weights and the KV cache must fit into what is free of it."""
+    ways, allowed = footprint.gpu_ways, deployment.placement.gpus
     gpus = [gpu for gpu in host.gpus if allowed is None or gpu.index in allowed][:ways]
     need = ((footprint.weights_bytes or 0) + (footprint.kv_bytes or 0)) // ways + footprint.activations_bytes
     for gpu in gpus:
