@@ -8,6 +8,7 @@
     │   ├── EngineMissing              no such engine on this machine
     │   ├── InstallFailed              an engine that could not be installed
     │   └── EngineFailed               an engine that failed to start, to answer or to live
+    ├── InvalidMeasurement    exit 3   a number that would not be true, so it is not printed
     └── PromiseBroken         exit 4   everything worked and the promise was not met
 
 Every error carries a hint: a command to run where there is one.
@@ -66,6 +67,12 @@ class EngineFailed(EngineError):
         super().__init__(message, hint=hint)
         self.failure = failure
         self.evidence = evidence
+
+
+class InvalidMeasurement(PowerbandError):
+    """A guard refused a measurement."""
+
+    exit_code = 3
 
 
 class PromiseBroken(PowerbandError):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from powerband.cli import given
 from powerband.cli.output import Json, emit, out, talk, warning
 
 if TYPE_CHECKING:
-    from powerband.core.deployment import Deployment
     from powerband.launchers.local import Prepared
     from powerband.runtime.replica import Replica
 
@@ -41,8 +40,8 @@ def run(
 
     from powerband.launchers import local
 
-    deployment = _deployment(what, engine=engine, settings=set_ or [], host=host, port=port)
-    ready_timeout_s, stop_grace_s = _seconds(ready_timeout), _seconds(stop_grace)
+    deployment = given.deployment(what, engine=engine, settings=set_ or [], host=host, port=port)
+    ready_timeout_s, stop_grace_s = given.seconds(ready_timeout), given.seconds(stop_grace)
     prepared = local.prepare(deployment, engine_path=engine_path, force=force)
     if dry_run:
         command = prepared.command(port or 8000)
@@ -94,7 +93,7 @@ async def _serve(
         loop.add_signal_handler(number, on_signal)
     replica: Replica | None = None
     try:
-        with _progress(json) as on_change:
+        with given.start_progress(json) as on_change:
             launching = local.launch(
                 prepared,
                 directory=directory,
@@ -110,30 +109,6 @@ async def _serve(
             emit({"event": "stopped", "log": str(replica.log_path) if replica else None})
         else:
             talk().print("stopped" + (f"; its log: {replica.log_path}" if replica else ""))
-
-
-@contextlib.contextmanager
-def _progress(json: bool) -> Any:
-    """Show each phase as it ends: live on a terminal, a line each elsewhere, nothing beside JSON."""
-    console, began = talk(), time.monotonic()
-
-    def on_change(replica: Replica, event: str) -> None:
-        if json:
-            return
-        if event == "ready" or event in ("stopping", "stopped", "failed"):
-            status.stop()
-        elif console.is_terminal:
-            status.update(f"{replica.engine.name}: {event} ({time.monotonic() - began:.1f} s)")
-        else:
-            console.print(f"{time.monotonic() - began:7.2f} s  {event}")
-
-    status = console.status("starting")
-    if console.is_terminal and not json:
-        status.start()
-    try:
-        yield on_change
-    finally:
-        status.stop()
 
 
 def _announce(replica: Replica, prepared: Prepared, *, json: bool) -> None:
@@ -176,63 +151,3 @@ def _announce(replica: Replica, prepared: Prepared, *, json: bool) -> None:
         console.print("[bold]command[/]")
         print(line, flush=True)
     talk().print("[dim]Ctrl-C stops it[/]")
-
-
-def _seconds(text: str) -> float:
-    from powerband.core.units import parse_seconds
-    from powerband.errors import InputError
-
-    try:
-        return float(parse_seconds(text if text[-1:].isalpha() else f"{text}s"))  # type: ignore[arg-type]
-    except ValueError as error:
-        raise InputError(str(error), hint="write a duration like 90s or 10min") from None
-
-
-def _deployment(
-    what: str, *, engine: str | None, settings: list[str], host: str | None, port: int | None
-) -> Deployment[Any]:
-    """Read the deployment file, or make a deployment of a model; options override either."""
-    from powerband.core.deployment import Deployment
-    from powerband.core.document import HEADER
-    from powerband.errors import InputError
-    from powerband.store import documents
-
-    if what.endswith((".yaml", ".yml", ".json")):
-        document = documents.read(what)
-        if not isinstance(document, Deployment):
-            raise InputError(f"{what} is a {document.kind}, not a deployment", hint="run takes a deployment or a model")
-        data = document.to_data(units=True)
-        if engine and engine != document.engine:
-            raise InputError(
-                f"{what} is for {document.engine}, not {engine}",
-                hint="leave --engine away, or give a model instead",
-            )
-    else:
-        guess = "llamacpp" if what.endswith(".gguf") else "openai" if what.startswith("http") else "vllm"
-        data = {HEADER: Deployment.header(), "engine": engine or guess, "variant": {"source": what}}
-        if data["engine"] == "openai" and what.startswith("http"):
-            data["config"] = {"base_url": what}
-    for setting in settings:
-        _set(data.setdefault("config", {}), setting)
-    placement = {"host": host, "port": port}
-    if any(value is not None for value in placement.values()):
-        given = {key: value for key, value in placement.items() if value is not None}
-        data["placement"] = {**data.get("placement", {}), **given}
-    model = documents.document_type(Deployment.kind, data, source=what)
-    result = model.validate_data(data, source="--set" if settings else what, lines={})
-    assert isinstance(result, Deployment)
-    return result
-
-
-def _set(config: dict[str, Any], setting: str) -> None:
-    """Apply `knob=value` or `knob.part=value`; the value is YAML."""
-    from powerband.core import yaml12
-    from powerband.errors import InputError
-
-    path, equals, text = setting.partition("=")
-    if not equals or not path:
-        raise InputError(f"--set {setting} is not KNOB=VALUE", hint="write it like --set ctx_size=4096")
-    *parents, last = path.split(".")
-    for parent in parents:
-        config = config.setdefault(parent, {})
-    config[last] = yaml12.read(text, source=f"--set {path}")[0]

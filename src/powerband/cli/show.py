@@ -2,30 +2,59 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from powerband.cli.output import Json, emit, out
 
+if TYPE_CHECKING:
+    from powerband.core.document import Document
+
 
 def show(
-    file: Annotated[str, typer.Argument(help="A document: a deployment, a workload, an SLO.")],
+    file: Annotated[str, typer.Argument(help="A document, or a workload or SLO of the catalogue.")],
     *,
+    tokenizer: Annotated[str | None, typer.Option(help="Model folder or GGUF whose tokenizer counts.")] = None,
     json: Json = False,
 ) -> None:
-    """Print a document in its canonical form. --json has base units: seconds, bytes."""
+    """Print a document in its canonical form; draw a workload, render a measurement. --json has base units."""
+    from pathlib import Path
+
+    from powerband import catalog
+    from powerband.core.measurement import Measurement
+    from powerband.core.workload import Workload
     from powerband.store import documents
 
-    document = documents.read(file)
+    document: Document
+    kinds = [kind for kind in ("workload", "slo") if file in catalog.names(kind) and not Path(file).exists()]
+    document = documents.find(kinds[0], file) if kinds else documents.read(file)
     if json:
         emit({"digest": document.digest(), **document.to_data()})
         return
+    console = out()
+    if isinstance(document, Measurement):
+        from powerband.reports import console as report
+
+        for part in report.measurement(document):
+            console.print(part)
+        return
     from rich.syntax import Syntax
 
-    console = out()
     console.print(f"# {document.digest()}", style="dim")
     if console.is_terminal:
         console.print(Syntax(document.to_text(), "yaml", background_color="default"))
     else:
         print(document.to_text(), end="")
+    if isinstance(document, Workload):
+        from powerband.load import prompts, tokens
+        from powerband.reports import drawing
+
+        base = Path(file).parent
+        count = prompts.natural_count(document, base=base)
+        traffic = prompts.prepare(document, count, vocabulary=tokens.vocabulary(tokenizer), base=base)
+        outputs = list(traffic.output_tokens)
+        for part in drawing.workload(
+            document, list(traffic.due_s), list(traffic.prompt_tokens), outputs, traffic.prefix_share()
+        ):
+            console.print(part)

@@ -55,6 +55,10 @@ class Document(Value):
         data = self.to_data(units=True)
         return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
+    def to_json(self) -> str:
+        """Return the JSON file that reads back as this very value."""
+        return json.dumps(self.to_data(), ensure_ascii=False, separators=(",", ":")) + "\n"
+
     def digest(self) -> str:
         """Return a stable hash of what this value means: labels and spelled-out defaults do not count."""
         data = {key: value for key, value in self.to_data().items() if key not in self.labels}
@@ -68,7 +72,7 @@ class _Dumper(yaml.SafeDumper):
 
 def read_header(text: str, *, source: str) -> tuple[str, int, dict[str, Any], dict[yaml12.Path, int]]:
     """Split a file into its kind, its schema number, its data and the line of each path."""
-    data, lines = yaml12.read(text, source=source)
+    data, lines = _read_json(text) or yaml12.read(text, source=source)
     if not isinstance(data, dict) or HEADER not in data:
         raise DocumentError(
             f"{source}: not a Powerband document: its header is missing",
@@ -81,6 +85,16 @@ def read_header(text: str, *, source: str) -> tuple[str, int, dict[str, Any], di
             hint=f"write it like '{HEADER}: deployment/1'",
         )
     return kind, int(number), data, lines
+
+
+def _read_json(text: str) -> tuple[Any, dict[yaml12.Path, int]] | None:
+    """Read JSON as JSON: it is YAML too, and a hundred times faster this way."""
+    if not text.startswith("{"):
+        return None
+    try:
+        return json.loads(text), {(HEADER,): 1}
+    except ValueError:
+        return None
 
 
 def _explain(

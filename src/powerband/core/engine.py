@@ -119,3 +119,5 @@ class Gauges(Value):
     prompt_tokens: float | None = None
     output_tokens: float | None = None
     refused_requests: float | None = None
+    ttft_total_s: float | None = None
+    ttft_count: float | None = None

@@ -14,8 +14,8 @@ class NotGguf(ValueError):
     """The bytes are not a GGUF header that this reader understands."""
 
 
-def read_header(stream: BinaryIO) -> dict[str, Any]:
-    """Return the header's pairs; of a long array only its length, as `<key>.length`."""
+def read_header(stream: BinaryIO, *, vocabulary: bool = False) -> dict[str, Any]:
+    """Return the header's pairs; of a long array only its length, as `<key>.length`, unless `vocabulary`."""
     if stream.read(4) != b"GGUF":
         raise NotGguf("it does not begin with the letters GGUF")
     try:
@@ -28,7 +28,7 @@ def read_header(stream: BinaryIO) -> dict[str, Any]:
         header: dict[str, Any] = {}
         for _ in range(pairs):
             key = _string(stream)
-            value = _value(stream, _scalar(stream, "I"))
+            value = _value(stream, _scalar(stream, "I"), longest=2**32 if vocabulary else _LONG)
             if isinstance(value, _Length):
                 header[f"{key}.length"] = value.count
             else:
@@ -43,20 +43,20 @@ class _Length:
         self.count = count
 
 
-def _value(stream: BinaryIO, kind: int) -> Any:
+def _value(stream: BinaryIO, kind: int, *, longest: int) -> Any:
     if kind == _STRING:
         return _string(stream)
     if kind != _ARRAY:
         return _scalar(stream, _SCALARS[kind])
     inner, count = _scalar(stream, "I"), _scalar(stream, "Q")
     if inner == _STRING:
-        if count > _LONG:
+        if count > longest:
             for _ in range(count):
                 _skip(stream, _scalar(stream, "Q"))
             return _Length(count)
         return [_string(stream) for _ in range(count)]
     size = struct.calcsize("<" + _SCALARS[inner])
-    if count > _LONG:
+    if count > longest:
         _skip(stream, size * count)
         return _Length(count)
     return [_scalar(stream, _SCALARS[inner]) for _ in range(count)]

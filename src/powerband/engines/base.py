@@ -34,6 +34,8 @@ class Engine(ABC, Generic[C]):
     reads_weights: ClassVar[bool] = True
     help_args: ClassVar[tuple[str, ...]] = ("--help",)
     help_is_quick: ClassVar[bool] = True  # False: it takes seconds, so only an installation of ours is asked
+    keeps_connections: ClassVar[bool] = True  # False: it does badly with a connection that is used again
+    counts_at_end: ClassVar[bool] = False  # True: a token enters its counter when its answer ends
     gauge_pages: ClassVar[tuple[str, ...]] = ("/metrics",)
     config_type: type[C]
 

@@ -110,6 +110,8 @@ class LlamaCpp(Engine[LlamaCppConfig]):
     formats: ClassVar[frozenset[Format]] = frozenset({"gguf"})
     programs: ClassVar[tuple[str, ...]] = ("llama-server",)
     default_version: ClassVar[str | None] = "0.3.36"
+    counts_at_end: ClassVar[bool] = True
+    keeps_connections: ClassVar[bool] = False  # each idle one holds a thread of its server
     gauge_pages: ClassVar[tuple[str, ...]] = ("/metrics", "/slots")  # it has no gauge of its KV cache
     config_type = LlamaCppConfig
 

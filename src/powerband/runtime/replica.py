@@ -72,7 +72,7 @@ class Replica:
         self._scanned = 0
         self._ahead = list(self.engine.phases())
         limits = httpx.Limits(max_keepalive_connections=0)  # a reused idle connection may be closed under us
-        self._http = httpx.AsyncClient(base_url=self.url, trust_env=False, limits=limits, headers=self._headers())
+        self._http = httpx.AsyncClient(base_url=self.url, trust_env=False, limits=limits, headers=self.request_headers)
         try:
             if self.command is not None:
                 self._enter("starting")
@@ -111,6 +111,12 @@ class Replica:
                 answer = await self._http.get(path, timeout=10)
                 pages[path] = answer.text if answer.status_code == 200 else ""
         return self.engine.gauges(pages)
+
+    async def server_name(self) -> str:
+        """Return what the server calls itself in its answers; empty where it does not."""
+        with contextlib.suppress(httpx.HTTPError):
+            return str((await self._http.get("/v1/models", timeout=10)).headers.get("server", ""))
+        return ""
 
     def readings(self) -> dict[str, float]:
         """Return what the engine's log says in numbers, such as the size of its KV cache."""
@@ -159,7 +165,7 @@ class Replica:
         body: dict[str, Any] = {"prompt": "Hello", "max_tokens": 2, "temperature": 0}
         while True:
             try:
-                body["model"] = await self._model_name()
+                body["model"] = await self.model_name()
                 answer = await self._http.post("/v1/completions", json=body, timeout=None)
                 if answer.status_code == 200 and answer.json()["choices"]:
                     return
@@ -175,7 +181,8 @@ class Replica:
                 )
             await asyncio.sleep(0.2)
 
-    async def _model_name(self) -> str:
+    async def model_name(self) -> str:
+        """Return the name by which requests ask for the model."""
         if not self.engine.attaches:
             return self.deployment.served_name
         names = [model["id"] for model in (await self._http.get("/v1/models", timeout=10)).json()["data"]]
@@ -300,6 +307,8 @@ class Replica:
             await self._http.aclose()
             self._enter("stopped")
 
-    def _headers(self) -> dict[str, str]:
+    @property
+    def request_headers(self) -> dict[str, str]:
+        """Return what every request must carry."""
         key = os.environ.get(getattr(self.deployment.config, "api_key_env", None) or "")
         return {"authorization": f"Bearer {key}"} if key else {}

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from powerband import engines
+from powerband import catalog, engines
 from powerband.core.deployment import Deployment
 from powerband.core.document import HEADER, Document, read_header
+from powerband.core.measurement import Measurement
 from powerband.core.slo import SLO
 from powerband.core.workload import Workload
 from powerband.errors import DocumentError, InputError, did_you_mean
 
-_PLAIN: dict[str, type[Document]] = {SLO.kind: SLO, Workload.kind: Workload}
+_PLAIN: dict[str, type[Document]] = {kind.kind: kind for kind in (SLO, Workload, Measurement)}
 KINDS = tuple(sorted([*_PLAIN, Deployment.kind]))
 
 
@@ -26,6 +27,16 @@ def read(path: str | Path) -> Document:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read: {error}", hint="a document is a text file") from None
     return parse(text, source=str(path))
+
+
+def find(kind: str, given: str) -> Document:
+    """Read a file of that kind, or the catalogue's entry of that name."""
+    if not (given in catalog.names(kind) and not Path(given).exists()) and ("/" in given or "." in given):
+        document = read(given)
+        if document.kind != kind:
+            raise InputError(f"{given} is a {document.kind}, not a {kind}", hint=f"give a {kind}")
+        return document
+    return parse(catalog.text(kind, given), source=given)
 
 
 def parse(text: str, *, source: str) -> Document:

@@ -1,0 +1,182 @@
+"""The stage `bench`: hold loads against one server, and answer with a measurement that may be believed."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import powerband
+from powerband import engines
+from powerband.bench import profiles
+from powerband.bench.level import Bench, Block, Plan, Steering, pool
+from powerband.bench.profiles import Amount
+from powerband.core.measurement import Level, Measurement
+from powerband.core.slo import SLO
+from powerband.core.workload import Workload
+from powerband.engines.base import Engine
+from powerband.launchers.local import Prepared
+from powerband.load import generator, prompts, tokens, wire
+from powerband.load.generator import Progress
+from powerband.load.wire import Target
+from powerband.runtime.replica import Replica
+
+Profile = Literal["level", "sweep", "climb"]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to measure."""
+
+    workload: Workload
+    slo: SLO | None = None
+    profile: Profile = "level"
+    rates: tuple[float, ...] = ()
+    start_per_s: float | None = None
+    amount: Amount = field(default_factory=Amount)
+    blocks: int = 1
+    limit: int = 0
+    price_per_h: float | None = None
+    base: Path | None = None
+    tokenizer: str | None = None
+    command: str = ""
+
+
+@dataclass
+class Listener:
+    """Who is told how it goes."""
+
+    on_progress: Callable[[Plan, Progress, Steering], None] = lambda *_: None
+    on_level: Callable[[Level], None] = lambda *_: None
+
+
+async def bench(
+    replica: Replica,
+    prepared: Prepared,
+    order: Order,
+    *,
+    directory: Path,
+    stopping: threading.Event | None = None,
+    listener: Listener | None = None,
+) -> Measurement:
+    """Measure a ready replica; when stopped, what was measured so far is the answer."""
+    listener = listener or Listener()
+    target = await _target(replica)
+    own = Bench(
+        replica=replica,
+        target=target,
+        counts_at_end=(await _server(replica)).counts_at_end,
+        vocabulary=tokens.vocabulary(order.tokenizer or prepared.deployment.variant.source),
+        directory=directory,
+        slo=order.slo,
+        base=order.base,
+        limit=order.limit,
+        price_per_h=order.price_per_h,
+        stopping=stopping or threading.Event(),
+        on_progress=listener.on_progress,
+    )
+    steps = await _steps(own, order)
+    levels: list[Level] = []
+    blocks: list[Block] = []
+    with contextlib.suppress(StopIteration):
+        plan, same = next(steps)
+        while not own.stopping.is_set():
+            block = await own.measure(plan)
+            blocks = [*blocks, block] if same else [block]
+            level = pool(own, blocks)
+            levels = [*levels[:-1], level] if same else [*levels, level]
+            listener.on_level(level)
+            if replica.process is not None and replica.process.ended.is_set():
+                break
+            plan, same = steps.send(level)
+    return Measurement(
+        name=prepared.deployment.served_name,
+        profile=order.profile,
+        workload=order.workload,
+        slo=order.slo,
+        levels=tuple(levels),
+        best=_best(levels) if order.slo else None,
+        interrupted=own.stopping.is_set(),
+        startup_s=sum(timing.seconds for timing in replica.timings) if replica.process else None,
+        price_per_h=order.price_per_h,
+        provenance=provenance(prepared, order, own),
+    )
+
+
+async def _target(replica: Replica) -> Target:
+    headers = tuple(replica.request_headers.items())
+    return Target(
+        replica.url, await replica.model_name(), headers, keep_alive=(await _server(replica)).keeps_connections
+    )
+
+
+async def _server(replica: Replica) -> Engine[Any]:
+    """Return the adapter that knows this server: behind a URL it may be one that tells its name."""
+    llamacpp = replica.engine.attaches and await replica.server_name() == "llama.cpp"
+    return engines.get("llamacpp") if llamacpp else replica.engine
+
+
+async def _steps(own: Bench, order: Order) -> profiles.Steps:
+    if order.profile == "climb":
+        start = order.start_per_s or await _first_guess(own, order.workload)
+        return profiles.climb(order.workload, order.slo, order.amount, start_per_s=start, blocks=order.blocks)
+    if order.profile == "sweep":
+        return profiles.sweep(order.workload, order.slo, order.amount, rates=order.rates, blocks=order.blocks)
+    return profiles.one_level(order.workload, order.slo, order.amount, blocks=order.blocks)
+
+
+async def _first_guess(own: Bench, workload: Workload) -> float:
+    """Return the rate of one user who never pauses: where a climb begins."""
+    import asyncio
+
+    probe = workload.with_users(1).with_seed(workload.seed + 2**31)
+    traffic = prompts.prepare(probe, 5, vocabulary=own.vocabulary, base=own.base)
+    run = await asyncio.to_thread(generator.drive, own.target, traffic)
+    spans = sorted((end - sent) / 1e9 for sent, end in zip(run.records["sent"], run.records["end"], strict=True))
+    return 1 / max(0.001, spans[len(spans) // 2]) if spans else 1.0
+
+
+def _best(levels: Sequence[Level]) -> int | None:
+    """Return the highest load that keeps the SLO; of one load held twice, the last word counts."""
+    last = {level.load: number for number, level in enumerate(levels)}
+    kept = [number for number in last.values() if profiles.keeps(levels[number])]
+    return max(kept, key=lambda number: (levels[number].goodput_per_s or _NOTHING).value, default=None)
+
+
+class _NOTHING:
+    value = 0.0
+
+
+def provenance(prepared: Prepared, order: Order, own: Bench) -> dict[str, Any]:
+    """Return what anyone needs to know to measure the same again."""
+    deployment, host = prepared.deployment, prepared.host
+    return {
+        "powerband": powerband.__version__,
+        "python": platform.python_version(),
+        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": order.command or " ".join(sys.argv[1:]),
+        "client": wire.kind(own.target),
+        "tokens_by": "the model's tokenizer" if own.vocabulary.known else "words",
+        "engine": prepared.installation.engine,
+        "engine_version": prepared.installation.version,
+        "engine_build": prepared.installation.build,
+        "model": own.target.model,
+        "deployment": deployment.to_data(),
+        "deployment_digest": deployment.digest(),
+        "workload_digest": order.workload.digest(),
+        "slo_digest": order.slo.digest() if order.slo else None,
+        "machine": {
+            "system": host.system,
+            "cpu": host.cpu_name,
+            "cores": len(host.cores),
+            "memory_bytes": host.memory_bytes,
+            "gpus": [gpu.name for gpu in host.gpus],
+            "kernel": platform.release(),
+        },
+    }

@@ -1,0 +1,428 @@
+"""One level: hold a load until it is steady, measure a window, hold it until the window's last answer is in."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from powerband import metrics
+from powerband.bench import analysis, guards
+from powerband.bench.watching import Watch
+from powerband.core import statistics
+from powerband.core.measurement import Agreement, Estimate, Level, Timeline, Verdict
+from powerband.core.records import OUTCOMES, Records
+from powerband.core.slo import SLO
+from powerband.core.workload import Workload
+from powerband.load import generator, prompts
+from powerband.load.generator import Progress, Run
+from powerband.load.tokens import Vocabulary
+from powerband.load.wire import Target
+from powerband.runtime.replica import Replica
+from powerband.store import records as record_files
+
+_LEAST_WARM_S = 1.0
+_MOST_WARM_S = 15.0
+_LEAST_DRAIN_S = 10.0
+_HOPELESS_TICKS = 20  # of 50 ms
+_MOST_POINTS = 300  # of a timeline
+_LEAST_ALONE = 5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to hold: a rate or a number of users, and how much to measure of it."""
+
+    workload: Workload
+    window_s: float
+    requests: int  # roughly, within the window
+    stop_hopeless: bool = False  # give up early on a load that cannot keep the SLO
+
+
+@dataclass
+class Bench:
+    """What the levels of one run share."""
+
+    replica: Replica
+    target: Target
+    vocabulary: Vocabulary
+    directory: Path
+    counts_at_end: bool = False
+    slo: SLO | None = None
+    base: Path | None = None  # of the workload's own paths
+    limit: int = 0
+    price_per_h: float | None = None
+    stopping: threading.Event = field(default_factory=threading.Event)
+    on_progress: Callable[[Plan, Progress, Steering], None] = lambda *_: None
+    levels: int = 0
+
+    async def measure(self, plan: Plan) -> Block:
+        """Run one block of a level and judge it."""
+        # A rate of sessions is that of requests over the turns; what is prepared lasts for warm-up, window and drain.
+        users = prompts.users(plan.workload)
+        span_s = _MOST_WARM_S + 2 * plan.window_s + _LEAST_DRAIN_S
+        per_s = plan.requests / plan.window_s
+        turns = plan.workload.turns.count if plan.workload.turns else 1
+        count = max(plan.requests, int(per_s * span_s / turns) + 1, 2 * users)
+        traffic = await asyncio.to_thread(
+            prompts.prepare, plan.workload, count, vocabulary=self.vocabulary, base=self.base
+        )
+        steering = Steering(plan, traffic, slo=self.slo, stopping=self.stopping)
+
+        def until(progress: Progress, records: Records) -> bool:
+            self.on_progress(plan, progress, steering)
+            return steering(progress, records)
+
+        async with Watch(self.replica) as watch:
+            death = asyncio.create_task(self._die_with_engine(steering))
+            run = await asyncio.to_thread(generator.drive, self.target, traffic, limit=self.limit, until=until)
+            death.cancel()
+        self.levels += 1
+        name = f"level-{self.levels:02d}.npz"
+        await asyncio.to_thread(record_files.write, self.directory / name, run.records)
+        return observe(self, plan, traffic, run, steering, watch, records_name=name)
+
+    async def _die_with_engine(self, steering: Steering) -> None:
+        process = self.replica.process
+        if process is not None:
+            await process.ended.wait()
+            steering.died = f"exit code {process.exit_code}"
+
+
+@dataclass
+class Block:
+    """One run at one load: the records of its window and all that was seen beside them."""
+
+    plan: Plan
+    measured: Records
+    failed: int
+    errors: dict[str, int]
+    departed: int
+    warmup_s: float
+    window_s: float
+    client: dict[str, float]
+    engine: dict[str, float]
+    agreements: tuple[Agreement, ...]
+    timeline: Timeline
+    verdicts: tuple[Verdict, ...]
+    early: str | None
+    records_name: str
+
+
+class Steering:
+    """Decide, while a level runs, when it is warm, when its window is over, and whether it is hopeless."""
+
+    def __init__(self, plan: Plan, traffic: prompts.Traffic, *, slo: SLO | None, stopping: threading.Event) -> None:
+        self.plan, self.traffic, self.slo, self.stopping = plan, traffic, slo, stopping
+        self.users = prompts.users(plan.workload)
+        self.warm_s: float | None = None
+        self.seen: list[tuple[float, int]] = []  # (elapsed, in flight)
+        self.hopeless = 0
+        self.early: str | None = None
+        self.died: str | None = None
+        self.longest_s = 0.0
+        self._looked = 0
+
+    @property
+    def end_s(self) -> float:
+        """Return when the window ends."""
+        return (self.warm_s if self.warm_s is not None else _MOST_WARM_S) + self.plan.window_s
+
+    def __call__(self, progress: Progress, records: Records) -> bool:
+        now = progress.elapsed_s
+        self.seen.append((now, progress.in_flight))
+        for row in range(self._looked, len(records)):
+            self.longest_s = max(self.longest_s, (records["end"][row] - records["sent"][row]) / 1e9)
+        self._looked = len(records)
+        if self.died:
+            self.early = f"the engine died ({self.died})"
+        elif self.stopping.is_set():
+            self.early = "interrupted"
+        elif self.plan.stop_hopeless and self._is_hopeless(progress):
+            self.early = "far more requests wait than the SLO allows"
+        if self.early:
+            self.warm_s = self.warm_s if self.warm_s is not None else now
+            return True
+        if self.warm_s is None:
+            if self._is_warm(now, len(records)):
+                self.warm_s = now
+            return False
+        if now < self.end_s:
+            return False
+        if self.users:
+            return True
+        patience = max(_LEAST_DRAIN_S, self.plan.window_s)
+        return now > self.end_s + patience or not self._unanswered(progress, records)
+
+    def _is_warm(self, now: float, finished: int) -> bool:
+        """As many leave as arrive: one answer's time has passed, and no more are in flight than a while ago."""
+        if now >= _MOST_WARM_S:
+            return True
+        if now < _LEAST_WARM_S or finished < 5 or now < 1.5 * self.longest_s:
+            return False
+        third = bisect_left(self.seen, (now / 3, 0)), bisect_left(self.seen, (2 * now / 3, 0))
+        earlier = [count for _, count in self.seen[third[0] : third[1]]] or [0]
+        lately = [count for _, count in self.seen[third[1] :]] or [0]
+        before, after = sum(earlier) / len(earlier), sum(lately) / len(lately)
+        return after <= before * 1.15 + 2
+
+    def _is_hopeless(self, progress: Progress) -> bool:
+        """By Little's law, this many waiting for a first token at this rate means a TTFT of three times its bound."""
+        limits = (self.slo.ttft or {}).values() if self.slo else ()
+        if not limits or self.users:
+            return False
+        rate = self.plan.requests / self.plan.window_s
+        crowd = 3 * max(limits) * rate + 5
+        self.hopeless = self.hopeless + 1 if progress.silent > crowd else 0
+        return self.hopeless >= _HOPELESS_TICKS
+
+    def _unanswered(self, progress: Progress, records: Records) -> bool:
+        """Tell whether a request of the window is still out."""
+        if self.traffic.turns > 1:  # later turns are due at times that nobody knows beforehand
+            return progress.elapsed_s < self.end_s + 1.5 * self.longest_s
+        end = bisect_left(self.traffic.due_s, self.end_s)
+        finished = sum(1 for number in records["number"] if number < end)
+        return finished < end
+
+
+def observe(
+    bench: Bench, plan: Plan, traffic: prompts.Traffic, run: Run, steering: Steering, watch: Watch, *, records_name: str
+) -> Block:
+    """Pick the window out of what happened, reconcile it with the engine, judge it."""
+    begin_s = steering.warm_s or 0.0
+    end_s = min(steering.end_s, run.elapsed_s)
+    window_s = max(1e-9, end_s - begin_s)
+    begin, end = int(begin_s * 1e9), int(end_s * 1e9)
+    records, users = run.records.ordered(), steering.users
+    key = records["end"] if users else records["due"]
+    inside = [row for row in range(len(records)) if begin <= key[row] < end]
+    complete = list(records.complete())
+    # A request that we cancelled ourselves failed only where we gave up on it after its window.
+    cancelled = OUTCOMES.index("cancelled")
+    gave_up = steering.early is None and not users
+    failed = sum(not complete[row] and (gave_up or records["outcome"][row] != cancelled) for row in inside)
+    measured = records.select(row for row in inside if complete[row])
+    departed = sum(begin <= when < end for when in records["end"])
+    in_flight = _mean_in_flight(records, begin, end)
+    places = watch.between(run.started_ns + begin, run.started_ns + end)
+    foreign, stolen = watch.foreign_share(places)
+    agreements = _agreements(records, watch, places, run.started_ns, at_end=bench.counts_at_end)
+    evidence = guards.Evidence(
+        workload=plan.workload,
+        slo=bench.slo,
+        records=measured,
+        failed=failed,
+        errors=run.errors,
+        window_s=window_s,
+        arrived=len(inside),
+        departed=departed,
+        mean_in_flight=in_flight,
+        users=users,
+        capped=bench.limit > 0,
+        client_cpu_share=run.client_cpu_s / max(run.elapsed_s, 1e-9),
+        repeats=_repeats(traffic, len(records)),
+        known_share=traffic.prefix_share(),
+        gauges=watch.gauges,
+        agreements=agreements,
+        foreign_cpu_share=foreign,
+        stolen_cpu_share=stolen,
+        died=steering.died,
+    )
+    return Block(
+        plan=plan,
+        measured=measured,
+        failed=failed,
+        errors=run.errors,
+        departed=departed,
+        warmup_s=begin_s,
+        window_s=window_s,
+        client={
+            "cpu_share": evidence.client_cpu_share,
+            "prepared_s": run.prepared_s,
+            "mean_in_flight": in_flight,
+            **({"foreign_cpu_share": foreign} if foreign is not None else {}),
+        },
+        engine=_engine_figures(watch, places, traffic),
+        agreements=tuple(agreements),
+        timeline=_timeline(steering, watch, run.started_ns),
+        verdicts=tuple(guards.judge(evidence)),
+        early=steering.early,
+        records_name=records_name,
+    )
+
+
+def pool(bench: Bench, blocks: Sequence[Block]) -> Level:
+    """Make one level of blocks of the same load; a guard that refuses one of them refuses it."""
+    plan, users = blocks[0].plan, prompts.users(blocks[0].plan.workload)
+    measured, window_s = Records(), sum(block.window_s for block in blocks)
+    for block in blocks:
+        measured.extend(block.measured)
+    failed, departed = sum(block.failed for block in blocks), sum(block.departed for block in blocks)
+    errors: dict[str, int] = {}
+    for block in blocks:
+        errors |= {what: errors.get(what, 0) + count for what, count in block.errors.items()}
+    found = analysis.samples(measured) if len(measured) else {}
+    promises = analysis.promises(bench.slo, found, failed=failed) if bench.slo and found else ()
+    attainment = goodput = None
+    if bench.slo and found:
+        total = len(measured) + failed
+        attainment = analysis.estimate(statistics.wilson(analysis.good(bench.slo, measured), total))
+        rate = total / window_s
+        goodput = Estimate(value=attainment.value * rate, low=attainment.low * rate, high=attainment.high * rate)
+    output_per_s = sum(metrics.tokens(measured)) / window_s
+    priced = bench.price_per_h is not None and output_per_s > 0
+    last = blocks[-1]
+    verdicts = [
+        next((one for one in same if not one.valid), same[0])
+        for same in zip(*(block.verdicts for block in blocks), strict=True)
+    ]
+    return Level(
+        rate_per_s=None if users else plan.requests / plan.window_s,
+        users=users or None,
+        seeds=tuple(block.plan.workload.seed for block in blocks),
+        warmup_s=blocks[0].warmup_s,
+        window_s=window_s,
+        requests=len(measured),
+        failed=failed,
+        errors=dict(sorted(errors.items(), key=lambda item: -item[1])[:5]),
+        achieved_per_s=departed / window_s if len(measured) else 0.0,
+        attainment=attainment,
+        goodput_per_s=goodput,
+        promises=promises,
+        prompt_tokens_per_s=sum(measured["prompt"]) / window_s,
+        output_tokens_per_s=output_per_s,
+        tokens_per_chunk=sum(metrics.tokens(measured)) / max(1, sum(measured["chunks"])),
+        cost_per_1m_output_tokens=(bench.price_per_h or 0) / 3600 / output_per_s * 1e6 if priced else None,
+        latencies={name: analysis.distribution(sample) for name, sample in found.items()},
+        client={
+            "send_lag_p99_s": statistics.quantile(sorted(metrics.send_lag(measured)) or [0.0], 0.99),
+            **last.client,
+        },
+        engine=last.engine,
+        agreements=last.agreements,
+        timeline=last.timeline,
+        verdicts=tuple(verdicts),
+        stopped_early=last.early,
+        records=tuple(block.records_name for block in blocks),
+    )
+
+
+def _repeats(traffic: prompts.Traffic, sent: int) -> int:
+    """Return how many of the sent requests had a prompt that was sent before, beyond what the workload says."""
+    return round(traffic.text.repeats * min(1.0, sent / max(1, len(traffic) * traffic.turns)))
+
+
+def _mean_in_flight(records: Records, begin: int, end: int) -> float:
+    rows = zip(records["sent"], records["end"], strict=True)
+    return sum(max(0, min(late, end) - max(early, begin)) for early, late in rows) / max(1, end - begin)
+
+
+def _agreements(records: Records, watch: Watch, places: list[int], started_ns: int, *, at_end: bool) -> list[Agreement]:
+    """Set the client's word beside the engine's, between two readings of the engine's counters."""
+    if len(places) < 2:
+        return []
+    first, last = watch.gauges[places[0]], watch.gauges[places[-1]]
+    begin, end = watch.at_ns[places[0]] - started_ns, watch.at_ns[places[-1]] - started_ns
+    found = []
+    if first.output_tokens is not None and last.output_tokens is not None:
+        if at_end:
+            ended = zip(metrics.tokens(records), records["end"], strict=True)
+            seen = float(sum(count for count, when in ended if begin <= when < end))
+        else:
+            seen = _tokens_between(records, begin, end)
+        found.append(Agreement(what="output tokens", client=seen, engine=last.output_tokens - first.output_tokens))
+    if first.ttft_count is not None and last.ttft_count is not None and last.ttft_count > first.ttft_count:
+        spoke = [row for row, when in enumerate(records["first"]) if begin <= when < end]
+        total = (last.ttft_total_s or 0) - (first.ttft_total_s or 0)
+        mean = total / (last.ttft_count - first.ttft_count)
+        found.append(Agreement(what="mean TTFT in s, from the send time", client=_waited(records, spoke), engine=mean))
+    alone = [row for row in _alone(records) if records["engine_us"][row]]
+    if len(alone) >= _LEAST_ALONE:
+        mean = sum(records["engine_us"][row] for row in alone) / 1e6 / len(alone)
+        what = "mean TTFT in s, from the answer's head, of requests that met an idle engine"
+        found.append(Agreement(what=what, client=_waited(records, alone, since="head"), engine=mean))
+    return found
+
+
+def _waited(records: Records, rows: Sequence[int], *, since: str = "sent") -> float:
+    """Return the mean time from sending, or from the answer's head, to the first content."""
+    return sum(records["first"][row] - records[since][row] for row in rows) / 1e9 / max(1, len(rows))
+
+
+def _alone(records: Records) -> list[int]:
+    """Return the complete requests that were sent while no other was in flight."""
+    order = sorted(range(len(records)), key=records["sent"].__getitem__)
+    found, busy_until = [], 0
+    for row, complete in (
+        (row, complete) for complete, row in zip(records.select(order).complete(), order, strict=True)
+    ):
+        if complete and records["sent"][row] >= busy_until:
+            found.append(row)
+        busy_until = max(busy_until, records["end"][row])
+    return found
+
+
+def _tokens_between(records: Records, begin: int, end: int) -> float:
+    """Count the tokens whose content came within a span, several per chunk where the server says so."""
+    total = 0.0
+    counts = metrics.tokens(records)
+    for row in range(len(records)):
+        first, chunks = records["first"][row], records["chunks"][row]
+        if not chunks or first >= end or records["end"][row] < begin:
+            continue
+        each = counts[row] / chunks
+        if first >= begin and records["end"][row] < end:
+            total += counts[row]
+            continue
+        moment, seen = first, int(begin <= first)
+        for gap in records.gaps_of(row):
+            moment += gap * 1000
+            seen += begin <= moment < end
+        total += seen * each
+    return total
+
+
+def _engine_figures(watch: Watch, places: list[int], traffic: prompts.Traffic) -> dict[str, float]:
+    figures = {"workload_prefix_share": traffic.prefix_share()}
+    if not places:
+        return figures
+    inside = [watch.gauges[place] for place in places]
+    for name in ("queue_depth", "running", "kv_use"):
+        values = [value for gauges in inside if (value := getattr(gauges, name)) is not None]
+        if values:
+            figures[f"{name}_mean"], figures[f"{name}_max"] = sum(values) / len(values), max(values)
+    first, last = watch.gauges[0], watch.gauges[-1]
+
+    def grown(name: str) -> float | None:
+        early, late = getattr(first, name), getattr(last, name)
+        return None if early is None or late is None else late - early
+
+    if queries := grown("prefix_queries_tokens"):
+        figures["prefix_hit_share"] = (grown("prefix_hits_tokens") or 0.0) / queries
+    if drafted := grown("spec_drafted_tokens"):
+        figures["spec_accepted_share"] = (grown("spec_accepted_tokens") or 0.0) / drafted
+    if (preemptions := grown("preemptions")) is not None:
+        figures["preemptions"] = preemptions
+    return figures
+
+
+def _timeline(steering: Steering, watch: Watch, started_ns: int) -> Timeline:
+    """Return the client's requests in flight at the moments of the engine's readings, thinned."""
+    step = max(1, len(watch.at_ns) // _MOST_POINTS)
+    places = range(0, len(watch.at_ns), step)
+    at = [(watch.at_ns[place] - started_ns) / 1e9 for place in places]
+    return Timeline(
+        at_s=tuple(round(moment, 3) for moment in at),
+        in_flight=tuple(_at(steering.seen, moment) for moment in at),
+        queue_depth=tuple(watch.gauges[place].queue_depth for place in places),
+        running=tuple(watch.gauges[place].running for place in places),
+        kv_use=tuple(watch.gauges[place].kv_use for place in places),
+    )
+
+
+def _at(seen: list[tuple[float, int]], moment: float) -> float:
+    place = bisect_left(seen, (moment, 0))
+    return float(seen[min(place, len(seen) - 1)][1]) if seen and moment >= 0 else 0.0

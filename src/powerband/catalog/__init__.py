@@ -1,0 +1,34 @@
+"""Facts as data: a YAML file is an entry, and its name is how people ask for it."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import resources
+
+from powerband.errors import InputError, did_you_mean
+
+_FOLDERS = {"workload": "workloads", "slo": "slos"}
+
+
+@cache
+def names(kind: str) -> tuple[str, ...]:
+    """Return the entries of a kind."""
+    folder = resources.files(__name__) / _FOLDERS[kind]
+    return tuple(sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml")))
+
+
+def text(kind: str, name: str) -> str:
+    """Return an entry's file."""
+    if name not in names(kind):
+        raise InputError(
+            f"there is no {kind} '{name}' in the catalogue, and no such file.{did_you_mean(name, names(kind))}",
+            hint=f"give a file, or one of: {', '.join(names(kind))}",
+        )
+    return (resources.files(__name__) / _FOLDERS[kind] / f"{name}.yaml").read_text("utf-8")
+
+
+@cache
+def words(content: str) -> tuple[str, ...]:
+    """Return the words that synthetic text of that content is made of."""
+    listed = (resources.files(__name__) / "words" / f"{content}.txt").read_text("utf-8").split()
+    return tuple(dict.fromkeys(listed))

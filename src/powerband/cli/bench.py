@@ -1,0 +1,247 @@
+"""`powerband bench`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from powerband.cli import given
+from powerband.cli.output import Json, emit, out, talk, warning
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from powerband.bench import Order
+    from powerband.core.measurement import Measurement
+    from powerband.launchers.local import Prepared
+
+
+def bench(
+    what: Annotated[
+        str, typer.Argument(metavar="[URL|DEPLOYMENT|MODEL]", help="A server's URL, a deployment.yaml, or a model.")
+    ] = "golden",
+    *,
+    workload: Annotated[str, typer.Option(help="A workload.yaml, or a name of the catalogue.")] = "chat",
+    slo: Annotated[str | None, typer.Option(help="An slo.yaml, or a name of the catalogue.")] = None,
+    profile: Annotated[
+        str, typer.Option(help="level, sweep, or climb: the highest rate that keeps the SLO.")
+    ] = "level",
+    rate: Annotated[float | None, typer.Option(help="Requests per second; a climb starts here.")] = None,
+    users: Annotated[int | None, typer.Option(help="A closed loop of so many users instead of a rate.")] = None,
+    rates: Annotated[str | None, typer.Option(help="The rates of a sweep, such as 1,2,4.")] = None,
+    duration: Annotated[str | None, typer.Option(help="How long to measure each level.", show_default="enough")] = None,
+    requests: Annotated[int | None, typer.Option(help="How many requests to measure at each level.")] = None,
+    blocks: Annotated[int, typer.Option(min=1, help="Measure each level (of a climb: the answer) so many times.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="Other requests of the same kind.")] = None,
+    max_in_flight: Annotated[int, typer.Option(min=0, help="Hold back what exceeds this; its wait is counted.")] = 0,
+    price: Annotated[float | None, typer.Option(help="What the machine costs per hour.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Model folder or GGUF whose tokenizer counts.")] = None,
+    engine: Annotated[str | None, typer.Option(help="vllm, llamacpp, openai or fake; guessed from the model.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="An engine knob; may stand again.")
+    ] = None,
+    engine_path: Annotated[str | None, typer.Option(help="Use this binary or interpreter as the engine.")] = None,
+    ready_timeout: Annotated[str, typer.Option(help="How long a start may take.")] = "600s",
+    output: Annotated[str | None, typer.Option(help="Where the results go.", show_default="a new state folder")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Print an invalid number, marked as such.")] = False,
+    json: Json = False,
+) -> None:
+    """Measure a server under load, and refuse to print a number that is not true.
+
+    Exit code 3: a guard refused the measurement. 4: the SLO was not kept.
+    """
+    import asyncio
+    from pathlib import Path
+
+    from powerband.launchers import local
+    from powerband.store import runs
+
+    if what == "golden" and engine is None:
+        engine = "fake"
+    order = _order(
+        workload, slo=slo, profile=profile, rate=rate, users=users, rates=rates, duration=duration,
+        requests=requests, blocks=blocks, seed=seed, limit=max_in_flight, price=price, tokenizer=tokenizer,
+    )  # fmt: skip
+    deployment = given.deployment(what, engine=engine, settings=set_ or [], host=None, port=None)
+    prepared = local.prepare(deployment, engine_path=engine_path)
+    for problem in prepared.problems:
+        talk().print(warning(problem.sentence, problem.hint))
+    directory = Path(output) if output else runs.new_run(f"bench-{deployment.served_name}")
+    directory.mkdir(parents=True, exist_ok=True)
+    found = asyncio.run(
+        _measure(prepared, order, directory=directory, ready_timeout_s=given.seconds(ready_timeout), json=json)
+    )
+    _leave(found, directory, force=force, json=json)
+
+
+def _order(
+    workload: str,
+    *,
+    slo: str | None,
+    profile: str,
+    rate: float | None,
+    users: int | None,
+    rates: str | None,
+    duration: str | None,
+    requests: int | None,
+    blocks: int,
+    seed: int | None,
+    limit: int,
+    price: float | None,
+    tokenizer: str | None,
+) -> Order:
+    from pathlib import Path
+
+    from powerband.bench import Order
+    from powerband.bench.profiles import Amount
+    from powerband.core.slo import SLO
+    from powerband.core.workload import Workload
+    from powerband.errors import InputError, did_you_mean
+    from powerband.store import documents
+
+    known = ("level", "sweep", "climb")
+    if profile not in known:
+        raise InputError(f"there is no profile '{profile}'.{did_you_mean(profile, known)}", hint=f"one of {known}")
+    traffic = documents.find("workload", workload)
+    promise = documents.find("slo", slo) if slo else None
+    assert isinstance(traffic, Workload) and (promise is None or isinstance(promise, SLO))
+    if rate and users:
+        raise InputError("a load is a rate or a number of users, not both", hint="leave --rate or --users away")
+    if rate is not None and profile != "climb":
+        traffic = traffic.at_rate(rate)
+    if users is not None:
+        traffic = traffic.with_users(users)
+    try:
+        listed = tuple(float(part) for part in rates.split(",")) if rates else ()
+    except ValueError:
+        raise InputError(f"--rates {rates} is not a list of numbers", hint="write it like 1,2,4") from None
+    if profile == "sweep" and not listed:
+        raise InputError("a sweep needs its rates", hint="give --rates 1,2,4, or --profile climb to find the highest")
+    return Order(
+        workload=traffic,
+        slo=promise,
+        profile=profile,  # type: ignore[arg-type]
+        rates=listed,
+        start_per_s=rate,
+        amount=Amount(given.seconds(duration) if duration else None, requests, seed),
+        blocks=blocks,
+        limit=limit,
+        price_per_h=price,
+        base=Path(workload).parent if "." in workload else None,
+        tokenizer=tokenizer,
+        command="powerband " + shlex.join(sys.argv[1:]),
+    )
+
+
+async def _measure(
+    prepared: Prepared, order: Order, *, directory: Path, ready_timeout_s: float, json: bool
+) -> Measurement:
+    """Start the server, measure it, stop it; the first Ctrl-C ends the measuring and keeps what there is."""
+    import asyncio
+    import os
+    import signal
+    import threading
+
+    from powerband import bench as stage
+    from powerband.launchers import local
+
+    stopping, loop, task = threading.Event(), asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    measuring = False
+
+    def on_signal() -> None:
+        if stopping.is_set():
+            os._exit(130)
+        stopping.set()
+        if not measuring:
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        with given.start_progress(json) as on_change:
+            async with local.launch(
+                prepared, directory=directory, ready_timeout_s=ready_timeout_s, on_change=on_change
+            ) as replica:
+                measuring = True
+                with _Shown(json) as shown:
+                    listener = stage.Listener(shown.progress, shown.level)
+                    return await stage.bench(
+                        replica, prepared, order, directory=directory, stopping=stopping, listener=listener
+                    )
+    except asyncio.CancelledError:
+        raise SystemExit(130) from None
+
+
+class _Shown:
+    """Show how far it is: a live line on a terminal, a line a level elsewhere, nothing beside JSON."""
+
+    def __init__(self, json: bool) -> None:
+        self.console, self.json = talk(), json
+        self.status = self.console.status("preparing")
+        self.live = self.console.is_terminal and not json
+
+    def __enter__(self) -> _Shown:
+        if self.live:
+            self.status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.status.stop()
+
+    def progress(self, plan: Any, progress: Any, steering: Any) -> None:
+        if not self.live:
+            return
+        load = f"{steering.users} users" if steering.users else f"{plan.requests / plan.window_s:.3g}/s"
+        now = progress.elapsed_s
+        if steering.warm_s is None:
+            phase = f"warming up, {now:.0f} s"
+        elif now < steering.end_s:
+            phase = f"measuring, {steering.end_s - now:.0f} s left"
+        else:
+            phase = f"waiting for the last answers, {progress.in_flight} in flight"
+        self.status.update(f"{load}: {phase}, {progress.finished} answered  [dim](Ctrl-C keeps what there is)[/]")
+
+    def level(self, level: Any) -> None:
+        if self.json:
+            return
+        refused = [one.guard for one in level.verdicts if not one.valid]
+        said = level.stopped_early or (f"invalid: {', '.join(refused)}" if refused else "valid")
+        if not refused and level.promises:
+            said = "keeps the SLO" if level.keeps_slo else "breaks the SLO"
+        self.console.print(f"{level.load:>10}  {level.requests:5d} requests in {level.window_s:.1f} s: {said}")
+
+
+def _leave(found: Measurement, directory: Path, *, force: bool, json: bool) -> None:
+    """Write the files, print what may be printed, and leave by the verdict."""
+    from powerband.errors import InvalidMeasurement, PromiseBroken
+    from powerband.reports import console, html
+
+    (directory / "measurement.json").write_text(found.to_json())
+    (directory / "report.html").write_text(html.measurement(found))
+    broken = found.slo is not None and found.best is None
+    refused = [one for level in found.levels for one in level.verdicts if not one.valid]
+    answers = found.valid or (found.profile == "climb" and broken)
+    if json:
+        emit({"measurement": str(directory / "measurement.json"), "report": str(directory / "report.html"),
+              "valid": found.valid, **(found.to_data() if answers or force else {})})  # fmt: skip
+    elif answers or force:
+        for part in console.measurement(found):
+            out().print(part)
+    if not json:
+        talk().print(f"report: {directory / 'report.html'}\n  data: {directory / 'measurement.json'}")
+    if found.interrupted:
+        raise SystemExit(130)
+    if not answers:
+        said = "; ".join(dict.fromkeys(one.sentence for one in refused)) or "nothing was measured"
+        raise InvalidMeasurement(
+            f"no valid number: {said}",
+            hint=(refused[0].hint if refused else "") + "; --force prints it, marked invalid",
+        )
+    if broken:
+        raise PromiseBroken(
+            "the SLO was not kept", hint=f"see {directory / 'report.html'}; --profile climb finds what is"
+        )

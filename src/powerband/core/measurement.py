@@ -1,0 +1,145 @@
+"""A measurement: what one run of `bench` found, with its doubt, its provenance and its verdict."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from powerband.core.document import Document, Value
+from powerband.core.slo import SLO
+from powerband.core.workload import Workload
+
+# Where the quantile function of a distribution is kept, so that two measurements can be compared from their files.
+GRID = (0.0, *(number / 100 for number in range(1, 100)), 0.995, 0.999, 1.0)
+
+
+class Estimate(Value):
+    """A figure with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Distribution(Value):
+    """One latency over the measured requests; a percentile that the sample cannot support is not in it."""
+
+    count: int
+    effective: float = Field(description="independent samples that these are worth")
+    mean: Estimate
+    percentiles: dict[str, Estimate]
+    unsupported: tuple[str, ...] = ()
+    grid: tuple[float, ...] = Field(description="the quantile function at fixed points")
+
+
+class Promise(Value):
+    """One bound of the SLO, and whether it was kept."""
+
+    metric: str
+    percentile: str
+    limit_s: float
+    value_s: float | None = Field(description="the measured percentile; None: the sample cannot support it")
+    share: Estimate = Field(description="share of requests, or of gaps, within the bound; Wilson's interval")
+    verdict: Literal["kept", "broken", "undecided"]
+
+
+class Verdict(Value):
+    """What one guard found."""
+
+    guard: str
+    valid: bool
+    sentence: str
+    hint: str = ""
+
+
+class Timeline(Value):
+    """What went on while it ran, by the second."""
+
+    at_s: tuple[float, ...]
+    in_flight: tuple[float, ...]
+    queue_depth: tuple[float | None, ...] = ()
+    running: tuple[float | None, ...] = ()
+    kv_use: tuple[float | None, ...] = ()
+
+
+class Agreement(Value):
+    """The client's word beside the engine's on the same thing."""
+
+    what: str
+    client: float
+    engine: float
+
+    @property
+    def difference(self) -> float:
+        """Return by how much they differ, relative to the engine's word."""
+        return abs(self.client - self.engine) / self.engine if self.engine else 0.0
+
+
+class Level(Value):
+    """One load, held steady and measured."""
+
+    rate_per_s: float | None = None
+    users: int | None = None
+    seeds: tuple[int, ...]
+    warmup_s: float
+    window_s: float
+    requests: int
+    failed: int
+    errors: dict[str, int] = Field(default_factory=dict)
+    achieved_per_s: float
+    goodput_per_s: Estimate | None = None
+    attainment: Estimate | None = None
+    promises: tuple[Promise, ...] = ()
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+    tokens_per_chunk: float
+    cost_per_1m_output_tokens: float | None = None
+    latencies: dict[str, Distribution]
+    client: dict[str, float]
+    engine: dict[str, float] = Field(default_factory=dict)
+    agreements: tuple[Agreement, ...] = ()
+    timeline: Timeline
+    verdicts: tuple[Verdict, ...]
+    stopped_early: str | None = None
+    records: tuple[str, ...] = ()
+
+    @property
+    def valid(self) -> bool:
+        """Tell whether every guard lets the numbers pass."""
+        return all(verdict.valid for verdict in self.verdicts)
+
+    @property
+    def keeps_slo(self) -> bool:
+        """Tell whether every bound was kept, by the figure itself; the interval says how sure that is."""
+        return bool(self.promises) and all(
+            promise.share.value >= float(promise.percentile[1:]) / 100 for promise in self.promises
+        )
+
+    @property
+    def load(self) -> str:
+        """Return the load in words."""
+        return f"{self.users} users" if self.users else f"{self.rate_per_s:.3g}/s"
+
+
+class Measurement(Document):
+    """Distributions over the records of one run, with provenance and a validity verdict."""
+
+    kind: ClassVar[str] = "measurement"
+
+    profile: Literal["level", "sweep", "climb"]
+    workload: Workload
+    slo: SLO | None = None
+    levels: tuple[Level, ...]
+    best: int | None = Field(default=None, description="the level with the highest load that keeps the SLO")
+    interrupted: bool = False
+    startup_s: float | None = None
+    price_per_h: float | None = None
+    provenance: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def valid(self) -> bool:
+        """Tell whether what it answers with may be believed: the best level of a climb, every level otherwise."""
+        if self.profile == "climb":
+            return self.best is not None and self.levels[self.best].valid
+        return bool(self.levels) and all(level.valid for level in self.levels)

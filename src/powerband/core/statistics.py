@@ -1,0 +1,137 @@
+"""Numbers with their doubt: percentiles, intervals and tests, on plain sequences.
+
+The bootstrap of a sample quantile needs no resampling: the rank of a resample's quantile follows a Beta law, so drawing
+ranks from it draws from the bootstrap itself, at any sample size. Requests that follow each other are not independent;
+`design_effect` measures by how much, and the sample counts for that much less.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
+LUMPS = 40
+_LEAST_BEYOND = 5.0  # effective samples that must lie beyond a percentile on either side
+_DRAWS = 2000
+_LEAST_LUMPS = 8
+_Z95 = 1.959964
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A figure and the 95 % interval around it."""
+
+    value: float
+    low: float
+    high: float
+
+
+def quantile(ordered: Sequence[float], p: float) -> float:
+    """Return the p-quantile of sorted values, interpolated between neighbours."""
+    place = p * (len(ordered) - 1)
+    below = int(place)
+    if below + 1 >= len(ordered):
+        return float(ordered[-1])
+    return ordered[below] + (ordered[below + 1] - ordered[below]) * (place - below)
+
+
+def supported(p: float, effective: float) -> bool:
+    """Tell whether that many independent samples say anything about the p-quantile."""
+    return effective * min(p, 1 - p) >= _LEAST_BEYOND
+
+
+def needed(p: float) -> int:
+    """Return how many independent samples the p-quantile needs."""
+    return math.ceil(_LEAST_BEYOND / min(p, 1 - p) - 1e-9)
+
+
+def quantile_draws(ordered: Sequence[float], p: float, effective: float, rng: random.Random) -> list[float]:
+    """Draw from the bootstrap distribution of the p-quantile."""
+    rank = p * effective
+    return [quantile(ordered, rng.betavariate(rank, effective - rank)) for _ in range(_DRAWS)]
+
+
+def quantile_interval(ordered: Sequence[float], p: float, effective: float) -> Interval:
+    """Return the p-quantile of sorted values with its bootstrap interval."""
+    rank, rng = p * effective, random.Random(0)
+    at = sorted(rng.betavariate(rank, effective - rank) for _ in range(_DRAWS))
+    value = quantile(ordered, p)
+    low, high = quantile(ordered, quantile(at, 0.025)), quantile(ordered, quantile(at, 0.975))
+    return Interval(value, min(low, value), max(high, value))
+
+
+def mean_interval(values: Sequence[float], lumps: int = LUMPS) -> Interval:
+    """Return the mean with an interval from the means of consecutive lumps."""
+    count = len(values)
+    mean = math.fsum(values) / count
+    bounds = lump_bounds(count, lumps)
+    parts = [values[begin:end] for begin, end in bounds] if len(bounds) >= _LEAST_LUMPS else [[one] for one in values]
+    means = [math.fsum(part) / len(part) for part in parts]
+    if len(means) < 2:
+        return Interval(mean, mean, mean)
+    spread = math.sqrt(sum((one - mean) ** 2 for one in means) / (len(means) - 1) / len(means))
+    reach = _student95(len(means) - 1) * spread
+    return Interval(mean, mean - reach, mean + reach)
+
+
+def _student95(freedom: int) -> float:
+    """Return the two-sided 95 % point of Student's t, by its series in 1 / freedom."""
+    z = _Z95
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+
+
+def lump_bounds(count: int, lumps: int = LUMPS) -> list[tuple[int, int]]:
+    """Cut a sequence into consecutive lumps of nearly the same size, at least five values each."""
+    lumps = max(1, min(lumps, count // 5))
+    edges = [count * number // lumps for number in range(lumps + 1)]
+    return list(pairwise(edges))
+
+
+def design_effect(beyond: Sequence[int], sizes: Sequence[int]) -> float:
+    """Return how much more the share beyond a bound varies from lump to lump than independent samples would."""
+    total = sum(sizes)
+    share = sum(beyond) / total if total else 0.0
+    if len(sizes) < 4 or not 0 < share < 1:
+        return 1.0
+    deviations = sum(size * (part / size - share) ** 2 for part, size in zip(beyond, sizes, strict=True) if size) / (
+        len(sizes) - 1
+    )
+    return max(1.0, deviations / (share * (1 - share)))
+
+
+def wilson(successes: float, count: float) -> Interval:
+    """Return a share with Wilson's interval."""
+    if count <= 0:
+        return Interval(0.0, 0.0, 1.0)
+    share, z2 = successes / count, _Z95**2
+    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
+    reach = _Z95 / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))
+    return Interval(share, max(0.0, middle - reach), min(1.0, middle + reach))
+
+
+def share_within(ordered: Sequence[float], bound: float) -> int:
+    """Return how many sorted values keep a bound."""
+    return bisect_right(ordered, bound)
+
+
+def halves(values: Sequence[float]) -> Interval:
+    """Return the median of the second half over that of the first, with a bootstrap interval that knows of lumps."""
+    middle = len(values) // 2
+    sides = [values[:middle], values[middle:]]
+    rng, draws = random.Random(0), []
+    for side in sides:
+        ordered = sorted(side)
+        median = quantile(ordered, 0.5)
+        bounds = lump_bounds(len(side), LUMPS // 2)
+        beyond = [sum(value > median for value in side[begin:end]) for begin, end in bounds]
+        effect = design_effect(beyond, [end - begin for begin, end in bounds])
+        draws.append((median, quantile_draws(ordered, 0.5, max(4.0, len(side) / effect), rng)))
+    ratios = sorted(late / early for early, late in zip(draws[0][1], draws[1][1], strict=True) if early > 0)
+    if not ratios:
+        return Interval(1.0, 1.0, 1.0)
+    return Interval(draws[1][0] / draws[0][0], quantile(ratios, 0.025), quantile(ratios, 0.975))

@@ -1,0 +1,1 @@
+"""Sending: when (arrivals), what (prompts), how (the wire), and a schedule driven to its end (generator)."""

@@ -1,0 +1,257 @@
+"""Drive a schedule to its end: every request is sent when it is due, whatever the server does."""
+
+from __future__ import annotations
+
+import json
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from powerband.core.records import FINISHES, OUTCOMES, Records
+from powerband.load import prompts, wire
+from powerband.load.prompts import Messages, Traffic
+from powerband.load.pure import Finished
+from powerband.load.wire import Target
+
+_AHEAD_BYTES = 128 * 2**20  # encoded requests that wait for their time
+_LEAD_NS = 50_000_000
+_TICK_S = 0.05
+_DRAIN_TICKS = 40
+
+
+@dataclass
+class Progress:
+    """How far a run is."""
+
+    elapsed_s: float = 0.0
+    sent: int = 0  # requests whose time has come
+    finished: int = 0
+    in_flight: int = 0
+    silent: int = 0  # in flight, and no token yet
+
+
+@dataclass
+class Run:
+    """What a run left: its records, and how the client itself fared."""
+
+    records: Records = field(default_factory=Records)
+    started_ns: int = 0
+    started_unix_s: float = 0.0
+    prepared_s: float = 0.0
+    elapsed_s: float = 0.0
+    client_cpu_s: float = 0.0  # of the thread that sends and reads
+    worst_wake_s: float = 0.0
+    errors: dict[str, int] = field(default_factory=dict)
+    unsent: int = 0
+
+
+def drive(
+    target: Target,
+    traffic: Traffic,
+    *,
+    limit: int = 0,
+    until: Callable[[Progress, Records], bool] = lambda *_: False,
+) -> Run:
+    """Send the traffic and record what comes; end when all is answered, or when `until` says so."""
+    run, began = Run(), time.monotonic()
+    line = wire.connect(target, limit=limit)
+    try:
+        sender = _Sender(line, target, traffic)
+        sender.top_up()
+        if target.keep_alive:
+            line.warm(min(1024, prompts.users(traffic.workload) or 16))
+        run.prepared_s = time.monotonic() - began
+        run.started_ns = time.monotonic_ns() + _LEAD_NS
+        run.started_unix_s = time.time() + _LEAD_NS / 1e9
+        sender.start(run.started_ns)
+        try:
+            _follow(line, sender, run, until)
+        finally:
+            _drain(line, sender, run)
+            state = line.state()
+            run.client_cpu_s, run.worst_wake_s = state["cpu_ns"] / 1e9, state["worst_wake_ns"] / 1e9
+            run.elapsed_s = (time.monotonic_ns() - run.started_ns) / 1e9
+    finally:
+        line.close()
+    return run
+
+
+def _follow(line: Any, sender: _Sender, run: Run, until: Callable[[Progress, Records], bool]) -> None:
+    progress = Progress()
+    while sender.open:
+        for finished in line.collect(_TICK_S):
+            sender.finish(Finished(*finished), run)
+        sender.top_up()
+        state = line.state()
+        progress.elapsed_s = (time.monotonic_ns() - run.started_ns) / 1e9
+        progress.finished, progress.in_flight = len(run.records), state["in_flight"]
+        progress.silent = state["silent"]
+        progress.sent = progress.finished + progress.in_flight
+        if until(progress, run.records):
+            return
+
+
+def _drain(line: Any, sender: _Sender, run: Run) -> None:
+    """Cancel what is left and take down what had begun."""
+    line.stop()
+    for _ in range(_DRAIN_TICKS):
+        if not sender.outstanding:
+            return
+        for finished in line.collect(_TICK_S):
+            sender.finish(Finished(*finished), run, follow=False)
+
+
+class _Sender:
+    """Encode requests ahead of their time, within a bound of memory, and hand them to the wire."""
+
+    def __init__(self, line: Any, target: Target, traffic: Traffic) -> None:
+        self.line, self.target, self.traffic = line, target, traffic
+        self.users, self.turns = prompts.users(traffic.workload), traffic.turns
+        self.outstanding: dict[int, int] = {}  # id -> bytes
+        self.bytes_ahead, self.next, self.start_ns = 0, 0, 0
+        self.waiting: list[tuple[int, bytes]] = []  # encoded before the clock is started
+        self.chats: dict[int, Messages] = {}  # of sessions that go on
+        path = "/v1/chat/completions" if traffic.workload.api == "chat" else "/v1/completions"
+        self.path = path
+        self.think_ns = int((traffic.workload.turns.think_s if traffic.workload.turns else 0) * 1e9)
+
+    @property
+    def open(self) -> bool:
+        """Tell whether anything is still to be sent or answered."""
+        return bool(self.outstanding) or self.next < len(self.traffic)
+
+    def start(self, start_ns: int) -> None:
+        """Start the clock."""
+        self.start_ns = start_ns
+        for number, data in self.waiting:
+            self._hand_over(number, data)
+        self.waiting.clear()
+
+    def top_up(self) -> None:
+        """Encode the next requests while there is room."""
+        by_users = self.users and self.turns > 1  # the next session of a user waits for the last turn
+        most = min(len(self.traffic), self.users) if by_users else len(self.traffic)
+        while self.next < most and self.bytes_ahead < _AHEAD_BYTES:
+            self._open_session(self.next)
+            self.next += 1
+
+    def _open_session(self, number: int, *, due_ns: int | None = None) -> None:
+        chat = self.traffic.messages(number)
+        if self.turns > 1:
+            self.chats[number] = chat
+        data = self._encode(number, 0, chat)
+        self._count(number * self.turns, data)
+        if self.start_ns:
+            self._hand_over(number, data, due_ns=due_ns)
+        else:
+            self.waiting.append((number, data))
+
+    def _count(self, request: int, data: bytes) -> None:
+        self.outstanding[request] = len(data)
+        self.bytes_ahead += len(data)
+
+    def _hand_over(self, number: int, data: bytes, *, due_ns: int | None = None) -> None:
+        due = due_ns if due_ns is not None else self.start_ns + int(self.traffic.due_s[number] * 1e9)
+        chain = number % self.users if self.users and self.turns == 1 else -1
+        self.line.submit(number * self.turns, due, data, chain, 0, self.turns > 1)
+
+    def _encode(self, number: int, turn: int, chat: Messages) -> bytes:
+        traffic, workload = self.traffic, self.traffic.workload
+        body: dict[str, Any] = {"model": (traffic.adapters[number] if traffic.adapters else None) or self.target.model}
+        if workload.api == "chat":
+            body["messages"] = chat
+        else:
+            body["prompt"] = "\n".join(message["content"] for message in chat)
+        body["max_tokens"] = traffic.output_tokens[number * self.turns + turn]
+        if workload.ending == "exact":
+            body["ignore_eos"] = True
+        if workload.temperature is not None:
+            body["temperature"] = workload.temperature
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        data = json.dumps(body, separators=(",", ":")).encode()
+        return self.target.head(self.path, len(data)) + data
+
+    def finish(self, finished: Finished, run: Run, *, follow: bool = True) -> None:
+        """Record what ended, and send what waited for it."""
+        request = finished.id
+        self.bytes_ahead -= self.outstanding.pop(request, 0)
+        if finished.outcome == OUTCOMES.index("cancelled") and not finished.sent:
+            run.unsent += 1
+            return
+        lines = list(_json_lines(finished.kept))
+        _record(finished, lines, run, start_ns=self.start_ns, asked=self.traffic.output_tokens[request])
+        if self.turns > 1 and follow:
+            self._next_turn(request, finished, lines)
+
+    def _next_turn(self, request: int, finished: Finished, lines: list[dict[str, Any]]) -> None:
+        number, turn = divmod(request, self.turns)
+        ended = finished.end
+        if turn + 1 < self.turns and finished.outcome == 0 and finished.status == 200:
+            answer = {"role": "assistant", "content": "".join(map(_content, lines))}
+            chat = self.traffic.messages(number, turn=turn + 1, earlier=[*self.chats[number], answer])
+            self.chats[number] = chat
+            data = self._encode(number, turn + 1, chat)
+            self._count(request + 1, data)
+            self.line.submit(request + 1, ended + self.think_ns, data, -1, 0, True)
+            return
+        self.chats.pop(number, None)
+        if self.users and self.next < len(self.traffic):
+            self._open_session(self.next, due_ns=ended + self.think_ns)
+            self.next += 1
+
+
+def _json_lines(kept: bytes) -> Iterator[dict[str, Any]]:
+    for line in kept.splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            yield value
+
+
+def _content(event: dict[str, Any]) -> str:
+    for choice in event.get("choices") or ():
+        return str(choice.get("text") or (choice.get("delta") or {}).get("content") or "")
+    return ""
+
+
+def _record(finished: Finished, lines: list[dict[str, Any]], run: Run, *, start_ns: int, asked: int) -> None:
+    """Turn what the wire saw into a row."""
+    times, status, outcome = array("q", finished.times), finished.status, finished.outcome
+    usage: dict[str, Any] = {}
+    timings: dict[str, Any] = {}
+    finish = ""
+    for event in lines:
+        usage = event.get("usage") or usage
+        timings = event.get("timings") or timings
+        for choice in event.get("choices") or ():
+            finish = choice.get("finish_reason") or finish
+    if outcome or status != 200 or any("error" in event for event in lines):
+        said = f"HTTP {status}" if status not in (0, 200) else OUTCOMES[outcome]
+        detail = finished.kept.decode("utf-8", "replace")[:200] if status != 200 else ""
+        if outcome != OUTCOMES.index("cancelled"):
+            key = " ".join(f"{said} {detail}".split())
+            run.errors[key] = run.errors.get(key, 0) + 1
+    run.records.add(
+        (min((later - earlier + 500) // 1000, 2**32 - 1) for earlier, later in pairwise(times)),
+        number=finished.id,
+        due=finished.due - start_ns,
+        sent=finished.sent - start_ns,
+        head=finished.head - start_ns if finished.head else 0,
+        first=finished.first - start_ns if finished.first else 0,
+        end=finished.end - start_ns,
+        status=max(0, status),
+        outcome=outcome,
+        done=1 if finished.done else 0,
+        retried=finished.retried,
+        asked=asked,
+        prompt=int(usage.get("prompt_tokens") or 0),
+        output=int(usage.get("completion_tokens") or 0),
+        chunks=len(times),
+        finish=FINISHES.index(finish) if finish in FINISHES else 3,
+        engine_us=int(float(timings.get("prompt_ms") or 0) * 1000),
+    )

@@ -1,0 +1,348 @@
+"""What is sent: every request of a workload, by number, the same for the same seed.
+
+Traffic is kept as columns of numbers; a request's text is made when it is needed, so a million of them fit.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+import math
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from powerband.core.workload import Closed, Fixed, Length, Trace, Uniform, Workload
+from powerband.errors import InputError
+from powerband.load import arrivals
+from powerband.load.tokens import Vocabulary
+
+_BLOCK_TOKENS = 512  # of Mooncake's hash ids
+_RIVER_WORDS = 1 << 17
+_SALT_BITS, _ODD = 72, 0x9E3779B97F4A7C15F39  # 32 of the seed, 40 of the number
+Messages = list[dict[str, str]]
+
+
+@dataclass
+class Traffic:
+    """The requests of one run: when each is due, how long it is, and its text on demand."""
+
+    workload: Workload
+    due_s: array[float]
+    prompt_tokens: array[int]
+    output_tokens: array[int]
+    text: TextMaker
+    adapters: list[str | None] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.due_s)
+
+    @property
+    def turns(self) -> int:
+        """Return how many requests follow one another in a session."""
+        return self.workload.turns.count if self.workload.turns else 1
+
+    def messages(self, number: int, *, turn: int = 0, earlier: Messages | None = None) -> Messages:
+        """Return the chat of a request; a later turn carries the earlier ones and their answers."""
+        return [*(earlier or []), *self.text.messages(number, turn)]
+
+    def prefix_share(self) -> float:
+        """Return which part of the prompt tokens an endless cache would know already, by the workload's own words."""
+        return self.text.known_share(self)
+
+
+class TextMaker:
+    """Make the text of requests; one kind per source."""
+
+    repeats = 0  # requests whose prompt an earlier request had, though the workload does not say so
+
+    def messages(self, number: int, turn: int) -> Messages:
+        """Return what this turn adds to the chat."""
+        raise NotImplementedError
+
+    def known_share(self, traffic: Traffic) -> float:
+        """Return which part of the prompt tokens came before."""
+        return 0.0
+
+
+def prepare(workload: Workload, count: int, *, vocabulary: Vocabulary, base: Path | None = None) -> Traffic:
+    """Lay out `count` requests (or sessions, where the workload has turns); paths are relative to `base`."""
+    base = base or Path()
+    if workload.trace:
+        return _of_trace(workload, count, vocabulary, base)
+    rng = random.Random(f"lengths {workload.seed}")
+    turns = workload.turns.count if workload.turns else 1
+    text: TextMaker
+    if workload.dataset:
+        text = _DatasetText(workload, count, base)
+        prompts = array("I", text.lengths(vocabulary))
+    else:
+        assert workload.prompt is not None
+        text = _SyntheticText(workload, vocabulary)
+        own = array("I", (_draw(workload.prompt, rng) for _ in range(count * turns)))
+        text.own, text.prefixes = own, _prefixes(workload, count, rng)
+        whole = workload.prefix.tokens if workload.prefix else 0
+        prompts = array(
+            "I", (own[number * turns] + (whole if text.prefixes[number] >= 0 else 0) for number in range(count))
+        )
+    assert workload.output is not None
+    outputs = array("I", (_draw(workload.output, rng) for _ in range(count * turns)))
+    due = arrivals.times_s(workload, count)
+    return Traffic(workload, due, prompts, outputs, text, _adapters(workload, count))
+
+
+def _prefixes(workload: Workload, count: int, rng: random.Random) -> array[int]:
+    """Return which shared prefix each request begins with; -1: none."""
+    prefix = workload.prefix
+    if prefix is None:
+        return array("i", [-1]) * count
+    pick = range(prefix.distinct)
+    return array("i", (rng.choice(pick) if rng.random() < prefix.share else -1 for _ in range(count)))
+
+
+def _adapters(workload: Workload, count: int) -> list[str | None]:
+    if not workload.adapters:
+        return []
+    rng = random.Random(f"adapters {workload.seed}")
+    rest = max(0.0, 1 - sum(adapter.share for adapter in workload.adapters))
+    names = [*(adapter.name for adapter in workload.adapters), None]
+    return rng.choices(names, [*(adapter.share for adapter in workload.adapters), rest], k=count)
+
+
+def _draw(length: Length, rng: random.Random) -> int:
+    if isinstance(length, Fixed):
+        return length.tokens
+    if isinstance(length, Uniform):
+        return rng.randint(length.low, length.high)
+    sigma = math.log(length.p95 / length.median) / 1.6448536
+    drawn = max(1, round(rng.lognormvariate(math.log(length.median), sigma)))
+    return min(drawn, length.max) if length.max else drawn
+
+
+class _Words:
+    """Text of an exact number of words: a cut of one long river of words, begun with a salt that no other has."""
+
+    def __init__(self, workload: Workload, vocabulary: Vocabulary) -> None:
+        self.words = vocabulary.words(workload.content)
+        self.seed = workload.seed
+        self.river = random.Random(f"river {workload.seed}").choices(self.words, k=_RIVER_WORDS)
+        self.fixed = random.Random("prefixes").choices(self.words, k=_RIVER_WORDS)
+
+    def own(self, number: int, tokens: int) -> str:
+        """Return text that no other number and no other seed has."""
+        salt = self._salt(self.seed << 40 | number)[:tokens]
+        return " ".join(salt + self._cut(self.river, number, tokens - len(salt)))
+
+    def shared(self, number: int, tokens: int) -> str:
+        """Return the shared prefix of that number, the same for every seed."""
+        salt = self._salt(number)[:tokens]
+        return " ".join(salt + self._cut(self.fixed, number, tokens - len(salt)))
+
+    def _cut(self, river: list[str], number: int, tokens: int) -> list[str]:
+        start = number * 7919 % _RIVER_WORDS
+        piece = river[start : start + tokens]
+        while len(piece) < tokens:
+            piece += river[: tokens - len(piece)]
+        return piece
+
+    def _salt(self, number: int) -> list[str]:
+        """Spell a number in words; neighbours look unlike each other, and no two are alike."""
+        mixed = number * _ODD % 2**_SALT_BITS  # an odd factor: no two numbers become one
+        salt = []
+        for _ in range(math.ceil(_SALT_BITS / math.log2(len(self.words)))):
+            mixed, digit = divmod(mixed, len(self.words))
+            salt.append(self.words[digit])
+        return salt
+
+
+class _SyntheticText(TextMaker):
+    own: array[int]
+    prefixes: array[int]
+
+    def __init__(self, workload: Workload, vocabulary: Vocabulary) -> None:
+        self.words = _Words(workload, vocabulary)
+        self.turns = workload.turns.count if workload.turns else 1
+        tokens = workload.prefix.tokens if workload.prefix else 0
+        self.prefix = lru_cache(maxsize=4096)(lambda number: self.words.shared(number, tokens))
+
+    def messages(self, number: int, turn: int) -> Messages:
+        place = number * self.turns + turn
+        messages = [{"role": "user", "content": self.words.own(place, self.own[place])}]
+        if turn == 0 and self.prefixes[number] >= 0:
+            messages.insert(0, {"role": "system", "content": self.prefix(self.prefixes[number])})
+        return messages
+
+    def known_share(self, traffic: Traffic) -> float:
+        prefix = traffic.workload.prefix
+        length = prefix.tokens if prefix else 0
+        with_prefix = sum(1 for number in self.prefixes if number >= 0)
+        first_time = len(set(self.prefixes) - {-1})
+        known = total = 0
+        for number in range(len(traffic)):
+            begin = length if self.prefixes[number] >= 0 else 0
+            for turn in range(self.turns):
+                place = number * self.turns + turn
+                total += begin + self.own[place]
+                known += begin if turn else 0
+                begin += self.own[place] + traffic.output_tokens[place]
+        return (known + length * (with_prefix - first_time)) / total if total else 0.0
+
+
+class _DatasetText(TextMaker):
+    def __init__(self, workload: Workload, count: int, base: Path) -> None:
+        assert workload.dataset is not None
+        chats = [chat for chat in map(_chat, _jsonl(base / workload.dataset.path)) if chat]
+        if not chats:
+            raise InputError(
+                f"{workload.dataset.path} holds no prompts",
+                hint="each line is JSON with 'messages', 'turns', 'conversations', 'prompt', 'question' or 'text'",
+            )
+        order = list(range(len(chats)))
+        random.Random(f"order {workload.seed}").shuffle(order)
+        self.chats, self.order = chats, [order[number % len(order)] for number in range(count)]
+        self.repeats = 0 if workload.dataset.repeat else count - len({json.dumps(chats[i][0]) for i in self.order})
+
+    def lengths(self, vocabulary: Vocabulary) -> list[int]:
+        counts = vocabulary.count([" ".join(message["content"] for message in chat[0]) for chat in self.chats])
+        return [counts[number] for number in self.order]
+
+    def messages(self, number: int, turn: int) -> Messages:
+        chat = self.chats[self.order[number]]
+        return chat[turn % len(chat)]
+
+
+def _chat(row: dict[str, Any]) -> list[Messages]:
+    """Return the turns of a row: each a list of messages that it adds."""
+    if isinstance(row.get("messages"), list):
+        said = [{"role": str(m["role"]), "content": str(m["content"])} for m in row["messages"]]
+        while said and said[-1]["role"] == "assistant":
+            said.pop()
+        return [said] if said else []
+    if isinstance(row.get("turns"), list):
+        return [[{"role": "user", "content": str(turn)}] for turn in row["turns"]]
+    if isinstance(row.get("conversations"), list):
+        asked = [str(one.get("value", "")) for one in row["conversations"] if one.get("from") in ("human", "user")]
+        return [[{"role": "user", "content": text}] for text in asked if text]
+    text = next((row[key] for key in ("prompt", "question", "instruction", "text") if row.get(key)), None)
+    return [[{"role": "user", "content": str(text)}]] if text else []
+
+
+class _TraceText(TextMaker):
+    def __init__(self, workload: Workload, vocabulary: Vocabulary) -> None:
+        self.words = _Words(workload, vocabulary)
+        self.lengths = array("I")
+        self.ends, self.ids = array("Q"), array("Q")  # of Mooncake's blocks
+        self.block = lru_cache(maxsize=1 << 15)(self._block)
+
+    def _block(self, hash_id: int) -> list[str]:
+        return self.words.own(hash_id, _BLOCK_TOKENS).split(" ")
+
+    def messages(self, number: int, turn: int) -> Messages:
+        tokens, begin = self.lengths[number], self.ends[number - 1] if number else 0
+        ids = self.ids[begin : self.ends[number]]
+        if not ids:
+            content = self.words.own(number, tokens)
+        else:
+            said: list[str] = []
+            for hash_id in ids:
+                said += self.block(hash_id)
+            content = " ".join(said[:tokens])
+        return [{"role": "user", "content": content}]
+
+    def known_share(self, traffic: Traffic) -> float:
+        seen: set[int] = set()
+        known = begin = 0
+        for number in range(len(traffic)):
+            ids = self.ids[begin : self.ends[number]]
+            begin = self.ends[number]
+            left = self.lengths[number]
+            for hash_id in ids:
+                if hash_id not in seen:
+                    break
+                known += min(left, _BLOCK_TOKENS)
+                left -= _BLOCK_TOKENS
+            seen.update(ids)
+        return known / max(1, sum(self.lengths))
+
+
+def _of_trace(workload: Workload, count: int, vocabulary: Vocabulary, base: Path) -> Traffic:
+    """Read a trace's rows into columns; beyond its end it begins again, with blocks that were not there before."""
+    assert workload.trace is not None
+    text = _TraceText(workload, vocabulary)
+    recorded, outputs = array("d"), array("I")
+    most = min(workload.trace.first or count, count)
+    for when, prompt, output, ids in _rows(workload.trace, base):
+        recorded.append(when)
+        text.lengths.append(max(1, prompt))
+        outputs.append(max(1, output))
+        text.ids.extend(ids)
+        text.ends.append(len(text.ids))
+        if len(recorded) >= most:
+            break
+    if not recorded:
+        raise InputError(f"{workload.trace.path} holds no requests", hint="give a Mooncake JSONL or an Azure CSV file")
+    length, blocks = len(recorded), len(text.ids)
+    fresh = max(text.ids, default=0) + 1
+    for number in range(length, count):
+        row, again = number % length, number // length
+        begin, end = text.ends[row - 1] if row else 0, text.ends[row]
+        text.lengths.append(text.lengths[row])
+        outputs.append(outputs[row])
+        text.ids.extend(hash_id + fresh * again for hash_id in text.ids[begin:end])
+        text.ends.append(again * blocks + end)
+    due = arrivals.times_s(workload, count, recorded_s=recorded)
+    return Traffic(workload, due, text.lengths, outputs, text, _adapters(workload, count))
+
+
+def _rows(trace: Trace, base: Path) -> Iterator[tuple[float, int, int, Sequence[int]]]:
+    path = base / trace.path
+    if path.suffix == ".csv":
+        with _open(path) as stream:
+            for row in csv.DictReader(stream):
+                moment = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26])
+                yield moment.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"]), ()
+        return
+    for row in _jsonl(path):
+        yield row["timestamp"] / 1000, row["input_length"], row["output_length"], row.get("hash_ids", ())
+
+
+def _open(path: Path) -> Any:
+    try:
+        return path.expanduser().open(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}", hint="check the workload's path") from None
+
+
+def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    with _open(path) as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    hint = "every line is one JSON object"
+                    raise InputError(f"{path}:{number}: this line is not JSON", hint=hint) from None
+
+
+def recorded_rate(workload: Workload, *, base: Path | None = None) -> float:
+    """Return the mean rate of a trace at its own speed."""
+    assert workload.trace is not None
+    times = [row[0] for row in _rows(workload.trace, base or Path())][: workload.trace.first]
+    return max(1, len(times) - 1) / max(1e-9, times[-1] - times[0])
+
+
+def users(workload: Workload) -> int:
+    """Return how many users a closed loop has; 0 for open arrivals."""
+    return workload.arrivals.users if isinstance(workload.arrivals, Closed) else 0
+
+
+def natural_count(workload: Workload, *, base: Path | None = None) -> int:
+    """Return how many requests show what a workload looks like: all of a trace's, a thousand of a drawn one."""
+    if workload.trace is None:
+        return 1000
+    return workload.trace.first or sum(1 for _ in _rows(workload.trace, base or Path()))

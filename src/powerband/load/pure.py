@@ -1,0 +1,277 @@
+"""The wire in plain Python: the same calls and the same answers as `_wire.c`, for where that is not compiled or TLS
+is spoken. Slower, so the guard against a saturated client speaks up earlier."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import ssl
+import threading
+import time
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+ANSWERED, BROKEN_OFF, NOT_CONNECTED, CANCELLED = range(4)
+_CONTENT = re.compile(rb'"(?:content|text|reasoning_content|reasoning|arguments)": *"[^"]')
+_KEPT = re.compile(rb'"(?:usage|finish_reason|error)": *[^n ]')
+
+
+class Finished(NamedTuple):
+    """One request as the wire saw it; times by the monotonic clock, 0 where nothing happened."""
+
+    id: int
+    due: int
+    sent: int
+    head: int
+    first: int
+    end: int
+    status: int
+    outcome: int
+    done: int
+    retried: int
+    received: int
+    times: bytes
+    kept: bytes
+
+
+@dataclass
+class _Request:
+    id: int
+    due: int
+    data: bytes
+    chain: int
+    after: int
+    whole: bool
+    sent: int = 0
+    head: int = 0
+    first: int = 0
+    end: int = 0
+    status: int = 0
+    done: int = 0
+    retried: int = 0
+    received: int = 0
+    times: array[int] = field(default_factory=lambda: array("q"))
+    kept: list[bytes] = field(default_factory=list)
+
+    def finished(self, outcome: int) -> Finished:
+        kept = b"".join(line + b"\n" for line in self.kept)
+        end = self.end or time.monotonic_ns()
+        told = (self.id, self.due, self.sent, self.head, self.first, end, self.status, outcome)
+        return Finished(*told, self.done, self.retried, self.received, self.times.tobytes(), kept)
+
+
+class Wire:
+    """One thread with an event loop that sends and reads."""
+
+    def __init__(self, host: str, port: str, limit: int = 0, *, tls: str | None = None) -> None:
+        self._host, self._port, self._tls = host, int(port), tls
+        self._context = ssl.create_default_context() if tls else None
+        self._finished: SimpleQueue[Finished] = SimpleQueue()
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._places = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
+        self._chains: dict[int, deque[_Request]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._in_flight = self._silent = self._opened = self._worst_wake = self._cpu_ns = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def submit(self, id: int, due_ns: int, data: bytes, chain: int, after_ns: int, whole: bool) -> None:
+        """Send these bytes when they are due; those of one chain follow one another."""
+        request = _Request(id, due_ns, data, chain, after_ns, bool(whole))
+        self._loop.call_soon_threadsafe(self._accept, request)
+
+    def warm(self, count: int) -> None:
+        """Open that many connections now."""
+
+        async def open_all() -> None:
+            pairs = await asyncio.gather(*(self._dial() for _ in range(count)), return_exceptions=True)
+            self._idle += [pair for pair in pairs if not isinstance(pair, BaseException)]
+
+        asyncio.run_coroutine_threadsafe(open_all(), self._loop).result()
+
+    def collect(self, seconds: float) -> list[Finished]:
+        """Return what has ended, waiting at most that long for the first."""
+        found: list[Finished] = []
+        with contextlib.suppress(Empty):
+            found.append(self._finished.get(timeout=seconds))
+            while True:
+                found.append(self._finished.get_nowait())
+        return found
+
+    def stop(self) -> None:
+        """Cancel whatever is not answered."""
+
+        async def cancel() -> None:
+            for chain in self._chains.values():
+                while chain:
+                    self._finished.put(chain.popleft().finished(CANCELLED))
+            tasks = list(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(cancel(), self._loop).result()
+
+    def state(self) -> dict[str, int]:
+        """Return requests in flight, lateness and CPU time."""
+        told = {"in_flight": self._in_flight, "silent": self._silent, "worst_wake_ns": self._worst_wake}
+        return told | {"cpu_ns": self._cpu_ns, "opened": self._opened}
+
+    def close(self) -> None:
+        """Cancel everything and end the thread."""
+        if self._thread.is_alive():
+            self.stop()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        for _, writer in self._idle:
+            writer.close()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
+
+    def _accept(self, request: _Request) -> None:
+        if request.chain >= 0:
+            if request.chain in self._chains:
+                self._chains[request.chain].append(request)
+                return
+            self._chains[request.chain] = deque()
+        self._begin(request)
+
+    def _begin(self, request: _Request) -> None:
+        task = self._loop.create_task(self._send(request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _send(self, request: _Request) -> None:
+        outcome = CANCELLED
+        try:
+            if (wait := request.due - time.monotonic_ns()) > 0:
+                await asyncio.sleep(wait / 1e9)
+                self._worst_wake = max(self._worst_wake, time.monotonic_ns() - request.due)
+            async with self._places:
+                outcome = await self._attempt(request)
+        finally:
+            self._finished.put(request.finished(outcome))
+            self._cpu_ns = time.thread_time_ns()
+            if request.chain >= 0 and (chain := self._chains.get(request.chain)) is not None:
+                if chain and outcome != CANCELLED:
+                    following = chain.popleft()
+                    following.due = max(following.due, request.end + following.after)
+                    self._begin(following)
+                elif not chain:
+                    del self._chains[request.chain]
+
+    async def _attempt(self, request: _Request) -> int:
+        self._in_flight += 1
+        self._silent += 1
+        writer = None
+        try:
+            request.sent = time.monotonic_ns()
+            reused = bool(self._idle) and not request.retried
+            try:
+                reader, writer = self._idle.pop() if reused else await self._dial()
+            except OSError:
+                request.end = time.monotonic_ns()
+                return NOT_CONNECTED
+            try:
+                writer.write(request.data)
+                keep = await self._read(reader, request)
+            except (OSError, asyncio.IncompleteReadError, ValueError):
+                request.end = time.monotonic_ns()
+                if reused and not request.received:
+                    request.retried = 1
+                else:
+                    return BROKEN_OFF
+            else:
+                if keep:
+                    self._idle.append((reader, writer))
+                    writer = None
+                return ANSWERED
+        finally:
+            if writer is not None:
+                writer.close()
+            self._in_flight -= 1
+            self._silent -= not request.first
+        return await self._attempt(request)
+
+    async def _dial(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        self._opened += 1
+        return await asyncio.open_connection(
+            self._host, self._port, ssl=self._context, server_hostname=self._tls, limit=1 << 20
+        )
+
+    async def _read(self, reader: asyncio.StreamReader, request: _Request) -> bool:
+        head = await reader.readuntil(b"\r\n\r\n")
+        request.head = time.monotonic_ns()
+        request.received += len(head)
+        lines = head.lower().split(b"\r\n")
+        request.status = int(lines[0].split()[1])
+        fields = dict(line.split(b":", 1) for line in lines[1:] if b":" in line)
+        events = _Events(request, self)
+        keep = b"close" not in fields.get(b"connection", b"")
+        if b"chunked" in fields.get(b"transfer-encoding", b""):
+            while size := int((await reader.readline()).split(b";")[0], 16):
+                events.feed((await reader.readexactly(size + 2))[:-2])
+            while (await reader.readline()).strip():
+                pass
+        elif b"content-length" in fields:
+            events.feed(await reader.readexactly(int(fields[b"content-length"])))
+        else:
+            keep = False
+            while data := await reader.read(1 << 16):
+                events.feed(data)
+        events.feed(b"\n")
+        request.end = time.monotonic_ns()
+        return keep
+
+    def spoke(self) -> None:
+        """Note that a request's first token has come."""
+        self._silent -= 1
+
+
+class _Events:
+    """Cut a stream into server-sent events, stamp those with content, keep what JSON is read from later."""
+
+    def __init__(self, request: _Request, wire: Any) -> None:
+        self._request, self._wire, self._line = request, wire, b""
+
+    def feed(self, data: bytes) -> None:
+        when, request = time.monotonic_ns(), self._request
+        request.received += len(data)
+        *lines, self._line = (self._line + data).split(b"\n")
+        for line in lines:
+            line = line.rstrip(b"\r")
+            if not line.startswith(b"data:"):
+                if request.status != 200 and line:
+                    request.kept.append(line)
+                continue
+            line = line[5:].lstrip(b" ")
+            if line == b"[DONE]":
+                request.done = 1
+                continue
+            if _CONTENT.search(line):
+                if not request.first:
+                    request.first = when
+                    self._wire.spoke()
+                request.times.append(when)
+            if request.whole or _KEPT.search(line):
+                request.kept.append(line)
+
+
+def sort_u32(values: array[int]) -> None:
+    """Sort in place."""
+    values[:] = array("I", sorted(values))
+
+
+def count_above(values: array[int], ends: array[int], bound: int) -> list[int]:
+    """Return how many values of each lump lie above the bound."""
+    begins = [0, *ends[:-1]]
+    return [sum(value > bound for value in values[begin:end]) for begin, end in zip(begins, ends, strict=True)]

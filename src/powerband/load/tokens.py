@@ -1,0 +1,80 @@
+"""Tokens by the model's own tokenizer, from local files and offline."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from powerband import catalog
+from powerband.core import gguf
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_LEAST_WORDS = 64  # fewer than these would make text that is no longer text
+
+
+class Vocabulary:
+    """How a model counts: which of our words are one token to it, and how many tokens a text has."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def known(self) -> bool:
+        """Tell whether counts come from the model's tokenizer; otherwise a word counts as one token."""
+        return self._tokenizer is not None
+
+    def words(self, content: str) -> tuple[str, ...]:
+        """Return the words of that content that are one token each behind a space, so that n words are n tokens."""
+        listed = catalog.words(content)
+        if self._tokenizer is None:
+            return listed
+        codes = self._tokenizer.encode_batch([f" {word}" for word in listed], add_special_tokens=False)
+        single = tuple(word for word, code in zip(listed, codes, strict=True) if len(code.ids) == 1)
+        return single if len(single) >= _LEAST_WORDS else listed
+
+    def count(self, texts: list[str]) -> list[int]:
+        """Return how many tokens each text has."""
+        if self._tokenizer is None:
+            return [len(text.split()) for text in texts]
+        return [len(code.ids) for code in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+@cache
+def vocabulary(source: str | None) -> Vocabulary:
+    """Return the vocabulary of the model at that path; of a model that is not here, one word is one token."""
+    path = Path(source).expanduser() if source else None
+    if path is None or not path.exists():
+        return Vocabulary(None)
+    if path.is_dir():
+        file = path / "tokenizer.json"
+        return Vocabulary(_from_json(file) if file.is_file() else None)
+    return Vocabulary(_from_gguf(path))
+
+
+def _from_json(path: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(path))
+
+
+def _from_gguf(path: Path) -> Tokenizer | None:
+    """Build the byte-level BPE that a GGUF header holds; other kinds of vocabulary are left to the server's count."""
+    try:
+        with path.open("rb") as stream:
+            header: dict[str, Any] = gguf.read_header(stream, vocabulary=True)
+    except (OSError, gguf.NotGguf):
+        return None
+    if header.get("tokenizer.ggml.model") != "gpt2" or "tokenizer.ggml.merges" not in header:
+        return None
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    vocab = {token: number for number, token in enumerate(header["tokenizer.ggml.tokens"])}
+    merges = [(left, right) for left, right in (merge.split(" ", 1) for merge in header["tokenizer.ggml.merges"])]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    digits = pre_tokenizers.Split(Regex(r"\p{N}"), "isolated")
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    return tokenizer

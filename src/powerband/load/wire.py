@@ -1,0 +1,70 @@
+"""One way to the server: the compiled wire where there is one, plain Python otherwise."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from powerband.errors import InputError
+from powerband.load import pure
+
+compiled: Any
+try:
+    from powerband.load import _wire as compiled
+except ImportError:  # it was not compiled: no compiler, or not Linux
+    compiled = None
+if os.environ.get("POWERBAND_PURE"):
+    compiled = None
+
+sort_u32 = compiled.sort_u32 if compiled else pure.sort_u32
+count_above = compiled.count_above if compiled else pure.count_above
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where requests go, and what each of them carries."""
+
+    url: str
+    model: str
+    headers: tuple[tuple[str, str], ...] = ()
+    keep_alive: bool = True  # False: this server does badly with a connection that is used again
+
+    @property
+    def secure(self) -> bool:
+        """Tell whether TLS is spoken."""
+        return self.url.startswith("https:")
+
+    @property
+    def host(self) -> str:
+        """Return the name that the server is called by."""
+        return urlsplit(self.url).hostname or ""
+
+    def head(self, path: str, length: int) -> bytes:
+        """Return the head of a request."""
+        parts = urlsplit(self.url)
+        lines = [f"POST {parts.path.rstrip('/')}{path} HTTP/1.1", f"Host: {parts.netloc}"]
+        lines += [f"{name}: {value}" for name, value in self.headers]
+        lines += ["Content-Type: application/json", f"Content-Length: {length}"]
+        lines += [] if self.keep_alive else ["Connection: close"]
+        return "\r\n".join([*lines, "", ""]).encode()
+
+
+def connect(target: Target, *, limit: int = 0) -> Any:
+    """Return a wire to the target; its name is looked up once, before any clock runs."""
+    parts = urlsplit(target.url)
+    port = parts.port or (443 if target.secure else 80)
+    try:
+        address = socket.getaddrinfo(target.host, port, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        raise InputError(f"{target.host} cannot be found: {error}", hint="check the URL") from None
+    if target.secure or compiled is None:
+        return pure.Wire(str(address), str(port), limit, tls=target.host if target.secure else None)
+    return compiled.Wire(str(address), str(port), limit)
+
+
+def kind(target: Target) -> str:
+    """Return which wire `connect` would take."""
+    return "pure" if target.secure or compiled is None else "compiled"

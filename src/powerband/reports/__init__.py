@@ -1,0 +1,1 @@
+"""Renderings for people: `console` for a terminal, `html` for a browser."""

@@ -1,0 +1,113 @@
+"""Render for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from powerband.core.measurement import Level, Measurement
+from powerband.reports import words
+
+
+def measurement(found: Measurement) -> Iterator[RenderableType]:
+    """Return the tables of a measurement, one after another."""
+    yield _levels(found)
+    level = answer(found)
+    if level is None:
+        yield Text("no load keeps the SLO", "bold red")
+        return
+    if found.best is not None:
+        goodput = f", goodput {words.rate(level.goodput_per_s)}" if level.goodput_per_s else ""
+        cost = level.cost_per_1m_output_tokens
+        priced = f", {cost:.3g} per 1M output tokens" if cost is not None else ""
+        yield Text.assemble(("best: ", "bold"), f"{level.load} keeps the SLO{goodput}{priced}")
+    yield _latencies(level)
+    yield _verdicts(level)
+
+
+def answer(found: Measurement) -> Level | None:
+    """Return the level that a measurement answers with: the best one, or its only one."""
+    if found.best is not None:
+        return found.levels[found.best]
+    return found.levels[-1] if found.levels and found.profile != "climb" else None
+
+
+def _levels(found: Measurement) -> Table:
+    table = Table(title=f"{found.name}: {found.workload.name or 'workload'}, {found.profile}", title_justify="left")
+    for heading in ("load", "requests", "TTFT p50", "TTFT p95", "ITL p95", "TPOT p95", "out tok/s", "within SLO", ""):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for number, level in enumerate(found.levels):
+        cells = [level.load, str(level.requests)]
+        for metric, name in (("ttft", "p50"), ("ttft", "p95"), ("itl", "p95"), ("tpot", "p95")):
+            one = level.latencies.get(metric)
+            cells.append(words.seconds(one.percentiles[name].value) if one and name in one.percentiles else "-")
+        cells += [words.number(level.output_tokens_per_s)]
+        cells += [f"{level.attainment.value:.1%}" if level.attainment else "-"]
+        style = "bold" if number == found.best else "" if level.valid else "dim"
+        table.add_row(*cells, verdict(level, found), style=style)
+    return table
+
+
+def verdict(level: Level, found: Measurement) -> str:
+    """Say in a few words what came of a level."""
+    if level.stopped_early:
+        return f"stopped: {level.stopped_early}"
+    refused = [one.guard for one in level.verdicts if not one.valid]
+    if refused:
+        return f"invalid: {', '.join(refused)}"
+    if not found.slo:
+        return "valid"
+    return "keeps the SLO" if level.keeps_slo else "breaks the SLO"
+
+
+def _latencies(level: Level) -> Table:
+    table = Table(title=f"at {level.load}, 95 % intervals", title_justify="left")
+    names = list(dict.fromkeys(name for one in level.latencies.values() for name in one.percentiles))
+    for heading in ("", "mean", *names):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for metric, one in level.latencies.items():
+        cells = [words.ranged(one.percentiles[name]) if name in one.percentiles else "-" for name in names]
+        table.add_row(metric.upper(), words.ranged(one.mean), *cells)
+    for promise in level.promises:
+        kept = f"{promise.metric.upper()} {promise.percentile} < {words.seconds(promise.limit_s)}"
+        table.caption = (f"{table.caption}\n" if table.caption else "") + (
+            f"{kept}: {words.share(promise.share)} within, {promise.verdict}"
+        )
+    table.caption_justify = "left"
+    return table
+
+
+def _verdicts(level: Level) -> Text:
+    refused = [one for one in level.verdicts if not one.valid]
+    if not refused:
+        return Text(f"{len(level.verdicts)} guards looked, none objects", "green")
+    text = Text()
+    for one in refused:
+        text.append(f"INVALID {one.guard}: ", "bold red").append(escape(one.sentence)).append(f"; {one.hint}\n", "dim")
+    return text
+
+
+def comparison(differences: Sequence[Any], notes: Sequence[str], obstacles: Sequence[str]) -> Iterator[RenderableType]:
+    """Return what `diff` says: what differs besides the numbers, then the numbers."""
+    for obstacle in obstacles:
+        yield Text.assemble(("NOT COMPARABLE ", "bold red"), obstacle)
+    for note in notes:
+        yield Text.assemble(("differs: ", "dim"), note)
+    table = Table()
+    for heading in ("load", "", "first", "second", "second / first", ""):
+        table.add_column(heading, justify="right" if heading else "left")
+    for one in differences:
+        ratio = f"{one.ratio.value:.3f} [{one.ratio.low:.3f}, {one.ratio.high:.3f}]"
+        style = {"slower": "red", "faster": "green"}.get(one.says, "")
+        name = f"{one.metric.upper()} {one.percentile}"
+        table.add_row(
+            one.load, name, words.seconds(one.first_s), words.seconds(one.second_s), ratio, one.says, style=style
+        )
+    yield table
+    changed = [f"{one.metric.upper()} {one.percentile} {one.says}" for one in differences if one.says != "same"]
+    yield Text("different: " + ", ".join(changed), "bold") if changed else Text("no difference beyond doubt", "bold")

@@ -1,0 +1,318 @@
+"""Render one self-contained HTML page: no script, no font, no address to fetch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib import resources
+
+from powerband import metrics
+from powerband.core.measurement import GRID, Level, Measurement
+from powerband.reports import console, words
+from powerband.reports.svg import Chart
+
+
+def measurement(found: Measurement) -> str:
+    """Return the report of a measurement."""
+    level = console.answer(found) or (found.levels[-1] if found.levels else None)
+    title = f"{found.name}: {found.workload.name or 'workload'}"
+    parts = [_head(found, title)]
+    if level is not None:
+        parts += [_cards(found, level), _charts(found, level), _percentiles(level)]
+        parts += [_levels(found) if len(found.levels) > 1 else "", _guards(level), _agreements(level)]
+    parts.append(_provenance(found))
+    return page(title, "".join(parts))
+
+
+def page(title: str, body: str) -> str:
+    """Wrap a report's body."""
+    style = resources.files(__package__).joinpath("style.css").read_text("utf-8")
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{style}</style></head>'
+        f"<body><main>{body}</main></body></html>\n"
+    )
+
+
+def _head(found: Measurement, title: str) -> str:
+    origin = found.provenance
+    machine = origin.get("machine", {})
+    devices = ", ".join(machine.get("gpus") or ()) or f"{machine.get('cpu', '?')}, {machine.get('cores', '?')} cores"
+    kinds = {"level": "one level", "sweep": "a sweep over rates", "climb": "the highest rate that keeps the SLO"}
+    line = f"{origin.get('engine', '')} {origin.get('engine_version', '')} on {devices} · {kinds[found.profile]}"
+    line += f" · {origin.get('measured_at', '')[:16].replace('T', ' ')} UTC"
+    word, css, said = _verdict(found)
+    described = f"<p class='quiet'>{escape(found.workload.description)}</p>" if found.workload.description else ""
+    return (
+        f"<header><h1>{escape(title)}</h1><p>{escape(line)}</p>{described}"
+        f'<p class="banner {css}"><b>{word}</b> {escape(said)}</p></header>'
+    )
+
+
+def _verdict(found: Measurement) -> tuple[str, str, str]:
+    cut = " Interrupted: this is what was measured until then." if found.interrupted else ""
+    if found.best is not None and found.valid:
+        level = found.levels[found.best]
+        doubt = "" if all(one.verdict == "kept" for one in level.promises) else " (by the figure; its interval touches)"
+        said = (
+            f"{level.load} is the highest load measured that keeps the SLO{doubt}."
+            if found.profile != "level"
+            else (f"The SLO is kept at {level.load}{doubt}.")
+        )
+        return "Promise kept.", "good", said + cut
+    if found.valid:
+        said = "No guard objects." if found.slo is None else "No guard objects, and the SLO is not kept at this load."
+        return ("Valid.", "good", said + cut) if found.slo is None else ("Promise broken.", "bad", said + cut)
+    if found.profile == "climb" and found.levels:
+        return "Promise broken.", "bad", "No load that was tried keeps the SLO." + cut
+    refused = [one.sentence for level in found.levels for one in level.verdicts if not one.valid]
+    return (
+        "INVALID.",
+        "bad",
+        "Do not use these numbers: " + ("; ".join(dict.fromkeys(refused)) or "nothing") + "." + cut,
+    )
+
+
+def _cards(found: Measurement, level: Level) -> str:
+    cards = [("load", level.load, f"{level.requests} requests in {level.window_s:.0f} s")]
+    if level.goodput_per_s:
+        one = level.goodput_per_s
+        cards.append(
+            ("goodput", f"{words.number(one.value)}/s", f"{words.number(one.low)} to {words.number(one.high)}")
+        )
+    for metric in ("ttft", "tpot"):
+        latency = level.latencies.get(metric)
+        name = next((name for name in ("p95", "p90", "p50") if latency and name in latency.percentiles), None)
+        if latency and name:
+            one = latency.percentiles[name]
+            span = f"{words.seconds(one.low)} to {words.seconds(one.high)}"
+            cards.append((f"{metric.upper()} {name}", words.seconds(one.value), span))
+    cards.append(
+        (
+            "output",
+            f"{words.number(level.output_tokens_per_s)} tok/s",
+            f"{words.number(level.prompt_tokens_per_s)} tok/s in",
+        )
+    )
+    if level.cost_per_1m_output_tokens is not None:
+        cards.append(("cost", f"{level.cost_per_1m_output_tokens:.3g}", "per 1M output tokens"))
+    if found.startup_s:
+        cards.append(("start-up", words.seconds(found.startup_s), "until the first answer"))
+    inner = "".join(
+        f"<div class='card'><span>{escape(name)}</span><b>{escape(value)}</b><small>{escape(doubt)}</small></div>"
+        for name, value, doubt in cards
+    )
+    return f"<section class='cards'>{inner}</section>"
+
+
+def _charts(found: Measurement, level: Level) -> str:
+    drawn = []
+    if len({one.load for one in found.levels}) > 1:
+        drawn += [chart for metric in ("ttft", "tpot") if (chart := _against_load(found, metric))]
+    drawn += [chart for metric in ("ttft", "itl") if (chart := _shares(found, level, metric))]
+    drawn += _timelines(level)
+    return "<section class='charts'>" + "".join(f"<figure>{chart.render()}</figure>" for chart in drawn) + "</section>"
+
+
+def _against_load(found: Measurement, metric: str) -> Chart | None:
+    """Latency against load, with intervals and the SLO's line."""
+    rows = sorted(
+        (one for one in found.levels if metric in one.latencies and one.rate_per_s), key=lambda one: one.rate_per_s or 0
+    )
+    values = [
+        one.latencies[metric].percentiles[name]
+        for one in rows
+        for name in ("p50", "p95")
+        if name in one.latencies[metric].percentiles
+    ]
+    if not values:
+        return None
+    limits = getattr(found.slo, metric, None) or {} if found.slo else {}
+    top = max([value.high for value in values] + list(limits.values())) * 1.3
+    bottom = min([value.low for value in values] + list(limits.values())) / 1.3
+    rates = [one.rate_per_s or 0.0 for one in rows]
+    chart = Chart(
+        f"{metric.upper()} against load",
+        "requests per second",
+        "",
+        (min(rates) / 1.2, max(rates) * 1.2),
+        (max(bottom, 1e-5), top),
+        log_x=True,
+        log_y=True,
+        y_text=words.seconds,
+    )
+    for name, css in (("p50", "first"), ("p95", "second")):
+        points = [
+            (one.rate_per_s or 0.0, one.latencies[metric].percentiles[name], one)
+            for one in rows
+            if name in one.latencies[metric].percentiles
+        ]
+        chart.line([(rate, value.value) for rate, value, _ in points], css, label=name)
+        chart.dots(
+            [
+                (
+                    rate,
+                    value.value,
+                    value.low,
+                    value.high,
+                    f"{one.load}: {name} {words.ranged(value)}; {console.verdict(one, found)}",
+                )
+                for rate, value, one in points
+            ],
+            css,
+        )
+    for name, limit in limits.items():
+        chart.across(limit, f"SLO {name} {words.seconds(limit)}")
+    return chart
+
+
+def _shares(found: Measurement, level: Level, metric: str) -> Chart | None:
+    """Which share of the answers, or of the gaps, was at least so fast."""
+    latency = level.latencies.get(metric)
+    if latency is None:
+        return None
+    points = [(max(value, 1e-6), share) for value, share in zip(latency.grid, GRID, strict=True)]
+    limits = getattr(found.slo, metric, None) or {} if found.slo else {}
+    low, high = points[0][0], max([points[-1][0], *(limit for limit in limits.values() if limit < 20 * points[-1][0])])
+    what = "requests" if metric != "itl" else "gaps"
+    chart = Chart(
+        f"{metric.upper()}: {latency.count:,} {what} at {level.load}",
+        "",
+        f"share of {what} within",
+        (low / 1.05, high * 1.1),
+        (0, 1),
+        log_x=high / low > 20,
+        x_text=words.seconds,
+        y_text=lambda value: f"{value:.0%}",
+    )
+    chart.line(points, "first")
+    for name, one in latency.percentiles.items():
+        share = float(name[1:]) / 100
+        chart.dots([(one.value, share, share, share, f"{name} {words.ranged(one)}")], "first")
+    for name, limit in limits.items():
+        chart.upright(limit, f"SLO {name} {words.seconds(limit)}")
+    return chart
+
+
+def _timelines(level: Level) -> list[Chart]:
+    """What was in flight, waited and filled the KV cache, second by second."""
+    line, drawn = level.timeline, []
+    if len(line.at_s) < 3:
+        return []
+    end = max(line.at_s)
+    kinds: list[tuple[str, str, str, Sequence[float | None]]] = [
+        ("in flight", "first", "client", line.in_flight),
+        ("running", "second", "engine", line.running),
+        ("waiting", "third", "engine", line.queue_depth),
+    ]
+    top = max([value for *_, values in kinds for value in values if value is not None] or [1.0])
+    chart = Chart("Requests over time", "seconds", "requests", (0, end), (0, max(1.0, top * 1.1)))
+    chart.shade(level.warmup_s, level.warmup_s + level.window_s / len(level.seeds))
+    for name, css, _, values in kinds:
+        if any(value is not None for value in values):
+            chart.line(_known(line.at_s, values), css, label=name)
+    drawn.append(chart)
+    if any(value is not None for value in line.kv_use):
+        chart = Chart("KV cache in use", "seconds", "share", (0, end), (0, 1), y_text=lambda value: f"{value:.0%}")
+        chart.shade(level.warmup_s, level.warmup_s + level.window_s / len(level.seeds))
+        chart.line(_known(line.at_s, line.kv_use), "first")
+        drawn.append(chart)
+    return drawn
+
+
+def _known(at: Sequence[float], values: Sequence[float | None]) -> list[tuple[float, float]]:
+    return [(moment, value) for moment, value in zip(at, values, strict=True) if value is not None and moment >= 0]
+
+
+def _percentiles(level: Level) -> str:
+    names = list(dict.fromkeys(name for one in level.latencies.values() for name in one.percentiles))
+    rows = []
+    for metric, one in level.latencies.items():
+        cells = [words.ranged(one.percentiles[name]) if name in one.percentiles else "too few" for name in names]
+        meaning = metrics.LATENCIES[metric].means
+        rows.append([f"<abbr title='{escape(meaning)}'>{metric.upper()}</abbr>", words.ranged(one.mean), *cells])
+    promises = "".join(
+        f"<p>{one.metric.upper()} {one.percentile} below {words.seconds(one.limit_s)}: "
+        f"{words.share(one.share)} within: <b class='{_css(one.verdict)}'>{one.verdict}</b></p>"
+        for one in level.promises
+    )
+    told = "<p class='quiet'>95 % intervals in brackets; a percentile that the sample cannot support is not shown.</p>"
+    return f"<section><h2>Latency at {level.load}</h2>{_table(['', 'mean', *names], rows)}{promises}{told}</section>"
+
+
+def _levels(found: Measurement) -> str:
+    rows = []
+    for number, one in enumerate(found.levels):
+        cells = [one.load, str(one.requests), words.number(one.achieved_per_s)]
+        for metric, name in (("ttft", "p50"), ("ttft", "p95"), ("tpot", "p95"), ("itl", "p99")):
+            latency = one.latencies.get(metric)
+            known = latency and name in latency.percentiles
+            cells.append(words.seconds(latency.percentiles[name].value) if latency and known else "-")
+        cells += [words.number(one.output_tokens_per_s), words.share(one.attainment) if one.attainment else "-"]
+        said = escape(console.verdict(one, found))
+        rows.append([*cells, f"<b class='good'>{said}</b>" if number == found.best else said])
+    heads = [
+        "load",
+        "requests",
+        "answered/s",
+        "TTFT p50",
+        "TTFT p95",
+        "TPOT p95",
+        "ITL p99",
+        "out tok/s",
+        "within SLO",
+        "",
+    ]
+    return f"<section><h2>Every level, in the order tried</h2>{_table(heads, rows, css='told')}</section>"
+
+
+def _guards(level: Level) -> str:
+    rows = [
+        [
+            escape(one.guard),
+            "<b class='good'>passed</b>" if one.valid else "<b class='bad'>refused</b>",
+            escape(one.sentence) + (f" <span class='quiet'>{escape(one.hint)}</span>" if not one.valid else ""),
+        ]
+        for one in level.verdicts
+    ]
+    return f"<section><h2>Guards</h2>{_table(['guard', '', 'what it looks for'], rows, css='left')}</section>"
+
+
+def _agreements(level: Level) -> str:
+    rows = [
+        [escape(one.what), words.number(one.client), words.number(one.engine), f"{one.difference:.1%}"]
+        for one in level.agreements
+    ]
+    figures = [
+        [escape(name.replace("_", " ")), words.number(value)]
+        for name, value in {**level.engine, **level.client}.items()
+    ]
+    both = f"<h2>Client and engine</h2>{_table(['', 'client', 'engine', 'differ by'], rows)}" if rows else ""
+    return f"<section>{both}<details><summary>Gauges</summary>{_table(['', ''], figures)}</details></section>"
+
+
+def _provenance(found: Measurement) -> str:
+    origin = found.provenance
+    command = escape(str(origin.get("command", "")))
+    rows = [
+        [escape(str(key).replace("_", " ")), escape(str(value))]
+        for key, value in origin.items()
+        if key not in ("command", "deployment") and value is not None
+    ]
+    workload = f"<pre>{escape(found.workload.to_text())}</pre>"
+    slo = f"<pre>{escape(found.slo.to_text())}</pre>" if found.slo else ""
+    return (
+        f"<section><h2>Measure it again</h2><pre>{command}</pre>"
+        "<details><summary>Where it comes from</summary>"
+        f"{_table(['', ''], rows, css='left')}{workload}{slo}</details></section>"
+    )
+
+
+def _css(verdict: str) -> str:
+    return {"kept": "good", "broken": "bad"}.get(verdict, "unsure")
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, css: str = "") -> str:
+    head = "".join(f"<th>{one}</th>" for one in heads)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<div class='wide'><table class='{css}'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"

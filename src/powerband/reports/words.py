@@ -1,0 +1,36 @@
+"""How numbers are written for people."""
+
+from __future__ import annotations
+
+from powerband.core.measurement import Estimate
+
+
+def seconds(value: float) -> str:
+    """Write a latency with three figures."""
+    if value >= 100:
+        return f"{value:.0f} s"
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.3g} ms" if value >= 0.001 else f"{value * 1e6:.0f} us"
+
+
+def ranged(estimate: Estimate) -> str:
+    """Write a latency with its interval, in one unit."""
+    scale, unit, digits = (1.0, "s", 2) if estimate.high >= 1 else (1e3, "ms", 1)
+    value, low, high = (f"{part * scale:.{digits}f}" for part in (estimate.value, estimate.low, estimate.high))
+    return f"{value} {unit} [{low}, {high}]"
+
+
+def number(value: float) -> str:
+    """Write a figure with three digits that count."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def rate(estimate: Estimate) -> str:
+    """Write a rate with its interval."""
+    return f"{number(estimate.value)}/s [{number(estimate.low)}, {number(estimate.high)}]"
+
+
+def share(estimate: Estimate) -> str:
+    """Write a share with its interval."""
+    return f"{estimate.value:.1%} [{estimate.low:.1%}, {estimate.high:.1%}]"
