@@ -2,10 +2,11 @@
  * an absolute schedule. What it really did, by its own clock, is written as JSON when it is told to end (SIGTERM).
  *
  * golden PORT TRUTH [ttft_us=50000] [itl_us=20000] [tokens=0] [spread_us=0] [seed=1] [freeze_at_ms=0]
- *        [freeze_for_ms=0] [drop_percent=0] [per_event=1] [slow_percent=100] [lie_tokens=0]
+ *        [freeze_for_ms=0] [drop_percent=0] [per_event=1] [lie_tokens=0] [drift_us_per_s=0]
  * tokens=0: as many as max_tokens says. spread_us: an exponential part of the first token's delay, with that mean.
  * freeze: so long after the first request, nothing moves for so long. drop_percent: answers broken off halfway.
- * per_event: tokens in one event, as under speculation. lie_tokens: added to the usage that is told.
+ * per_event: tokens in one event, as under speculation. lie_tokens: added to the usage that is told. drift_us_per_s:
+ * what the first token takes longer for every second since the first request.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -35,17 +36,18 @@ typedef struct { int64_t read_ns, first_ns, last_ns, end_ns, tokens, planned_ns;
 typedef struct { int64_t due; Peer *peer; } Slot;
 
 static int64_t ttft_us = 50000, itl_us = 20000, tokens = 0, spread_us = 0, seed = 1, freeze_at_ms = 0,
-    freeze_for_ms = 0, drop_percent = 0, per_event = 1, lie_tokens = 0;
+    freeze_for_ms = 0, drop_percent = 0, per_event = 1, lie_tokens = 0,
+    drift_us_per_s = 0;
 static struct { const char *name; int64_t *value; } options[] = {
     {"ttft_us", &ttft_us}, {"itl_us", &itl_us}, {"tokens", &tokens}, {"spread_us", &spread_us}, {"seed", &seed},
     {"freeze_at_ms", &freeze_at_ms}, {"freeze_for_ms", &freeze_for_ms}, {"drop_percent", &drop_percent},
-    {"per_event", &per_event}, {"lie_tokens", &lie_tokens}};
+    {"per_event", &per_event}, {"lie_tokens", &lie_tokens}, {"drift_us_per_s", &drift_us_per_s}};
 static volatile sig_atomic_t ending;
 static Slot *heap;
 static size_t heap_size, heap_room, truth_size, truth_room, gap_size, gap_room;
 static Truth *truth;
 static float *gaps; /* real gaps between two tokens, in microseconds */
-static int64_t in_flight, most, area, changed_at, first_request, prompt_total, output_total, frozen_until;
+static int64_t in_flight, most, area, changed_at, first_request, prompt_total, output_total;
 static int frozen;
 static int epoll_fd;
 
@@ -182,6 +184,7 @@ static void begin(Peer *peer, const char *head, const char *body, size_t size) {
     peer->read_at = now_ns();
     int64_t extra = spread_us ? (int64_t)(-log(uniform()) * spread_us * 1000) : 0;
     if (!first_request) { first_request = peer->read_at; changed_at = first_request; area = 0; }
+    extra += drift_us_per_s * ((peer->read_at - first_request) / 1000000);
     peer->due = peer->read_at + ttft_us * 1000 + extra;
     truth = grow(truth, &truth_room, truth_size + 1, sizeof *truth);
     truth[truth_size] = (Truth){.read_ns = peer->read_at, .planned_ns = ttft_us * 1000 + extra};

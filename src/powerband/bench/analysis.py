@@ -104,7 +104,7 @@ def distribution(sample: Sample) -> Distribution:
     for percentile in statistics.PERCENTILES:
         p, name = percentile / 100, f"p{percentile:g}"
         effective = sample.effective(p)
-        if statistics.supported(p, effective):
+        if statistics.supported(p, len(sample.ordered), effective):
             percentiles[name] = estimate(sample.interval(p, effective))
             least = min(least, effective)
         else:
@@ -134,7 +134,7 @@ def promises(slo: SLO, found: dict[str, Sample], *, failed: int) -> tuple[Promis
             share = (count - beyond) / (count + lost)
             interval = statistics.wilson(share * effective, effective)
             verdict = "kept" if interval.low >= p else "broken" if interval.high < p else "undecided"
-            supported = statistics.supported(p, sample.effective(p))
+            supported = statistics.supported(p, count, sample.effective(p))
             kept.append(
                 Promise(
                     metric=metric,

@@ -36,6 +36,7 @@ class Evidence:
     slo: SLO | None
     records: Records  # measured and complete, in the order in which they were due
     failed: int
+    unanswered: int  # given up long after the window
     errors: dict[str, int]
     window_s: float
     arrived: int  # requests due within the window
@@ -75,6 +76,11 @@ def overload(evidence: Evidence) -> Finding | None:
     """More arrives than leaves: the latency is that of a growing queue and depends on how long you look."""
     if evidence.users:
         return None
+    if evidence.unanswered:
+        said = (
+            f"{evidence.unanswered} of {evidence.arrived} requests had no answer long after: what you see is the queue"
+        )
+        return said, "lower the rate, or find the highest one that holds with --profile climb"
     behind = evidence.arrived - evidence.departed
     noise = 4 * math.sqrt(evidence.mean_in_flight + 1)
     if behind <= max(SHORTFALL * evidence.arrived, noise):

@@ -202,8 +202,9 @@ def observe(
     complete = list(records.complete())
     # A request that we cancelled ourselves failed only where we gave up on it after its window.
     cancelled = OUTCOMES.index("cancelled")
+    failed = sum(not complete[row] and records["outcome"][row] != cancelled for row in inside)
     gave_up = steering.early is None and not users
-    failed = sum(not complete[row] and (gave_up or records["outcome"][row] != cancelled) for row in inside)
+    unanswered = gave_up * sum(records["outcome"][row] == cancelled for row in inside)
     measured = records.select(row for row in inside if complete[row])
     departed = sum(begin <= when < end for when in records["end"])
     in_flight = _mean_in_flight(records, begin, end)
@@ -215,6 +216,7 @@ def observe(
         slo=bench.slo,
         records=measured,
         failed=failed,
+        unanswered=unanswered,
         errors=run.errors,
         window_s=window_s,
         arrived=len(inside),
@@ -234,7 +236,7 @@ def observe(
     return Block(
         plan=plan,
         measured=measured,
-        failed=failed,
+        failed=failed + unanswered,
         errors=run.errors,
         departed=departed,
         warmup_s=begin_s,

@@ -16,7 +16,8 @@ from itertools import pairwise
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
 LUMPS = 40
-_LEAST_BEYOND = 5.0  # effective samples that must lie beyond a percentile on either side
+_LEAST_BEYOND = 5.0  # samples that must lie beyond a percentile on either side
+_LEAST_INDEPENDENT = 1.0  # and so many independent ones; the interval tells the rest
 _DRAWS = 2000
 _LEAST_LUMPS = 8
 _Z95 = 1.959964
@@ -40,13 +41,14 @@ def quantile(ordered: Sequence[float], p: float) -> float:
     return ordered[below] + (ordered[below + 1] - ordered[below]) * (place - below)
 
 
-def supported(p: float, effective: float) -> bool:
-    """Tell whether that many independent samples say anything about the p-quantile."""
-    return effective * min(p, 1 - p) >= _LEAST_BEYOND
+def supported(p: float, count: int, effective: float) -> bool:
+    """Tell whether so many samples, worth so many independent ones, say anything about the p-quantile."""
+    beyond = min(p, 1 - p)
+    return count >= needed(p) and effective * beyond >= _LEAST_INDEPENDENT
 
 
 def needed(p: float) -> int:
-    """Return how many independent samples the p-quantile needs."""
+    """Return how many samples the p-quantile needs."""
     return math.ceil(_LEAST_BEYOND / min(p, 1 - p) - 1e-9)
 
 

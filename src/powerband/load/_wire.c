@@ -50,7 +50,7 @@ typedef struct Request {
 } Request;
 
 typedef struct Connection {
-    int fd, connecting, served, state, closing, waits_to_write;
+    int fd, connecting, served, state, closing, waits_to_write, extension;
     int64_t left;            /* bytes left of the body or of the chunk */
     Buffer head, line;
     Request *request;
@@ -298,7 +298,7 @@ static void start(Wire *wire, Request *request) {
     c->request = request;
     c->state = HEAD;
     c->head.size = c->line.size = 0;
-    c->closing = 0;
+    c->closing = c->extension = 0;
     if (!c->connecting) send_more(wire, c);
 }
 
@@ -416,7 +416,8 @@ static int take(Wire *wire, Connection *c, const char *data, size_t size, int64_
         case CHUNK_SIZE: {
             char digit = *data++;
             size--;
-            if (digit == '\n') c->state = c->left ? CHUNK_DATA : TRAILER;
+            if (digit == '\n') { c->state = c->left ? CHUNK_DATA : TRAILER; c->extension = 0; }
+            else if (c->extension || digit == ';') c->extension = 1; /* nobody uses it, and it may be there */
             else if (digit >= '0' && digit <= '9') c->left = c->left * 16 + digit - '0';
             else if ((digit | 32) >= 'a' && (digit | 32) <= 'f') c->left = c->left * 16 + (digit | 32) - 'a' + 10;
             else if (digit != '\r' && digit != ' ') return 0;

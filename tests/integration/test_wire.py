@@ -1,0 +1,248 @@
+"""Both wires, the compiled one and the one in Python, send and read alike."""
+
+import json
+import socket
+import threading
+import time
+from array import array
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from powerband.load import pure, wire
+from powerband.load.pure import Finished
+from support.golden import golden
+
+KINDS = [pytest.param(pure, id="pure")]
+if wire.compiled is not None:
+    KINDS.append(pytest.param(wire.compiled, id="compiled"))
+
+
+def test_it_was_compiled() -> None:
+    assert wire.compiled is not None, "this machine has a compiler, so the wire must be compiled"
+
+
+def request(tokens: int = 8, *, chat: bool = True) -> bytes:
+    body: dict[str, Any] = {"max_tokens": tokens, "stream": True, "stream_options": {"include_usage": True}}
+    body |= {"messages": [{"role": "user", "content": "one two three"}]} if chat else {"prompt": "one two three"}
+    data = json.dumps(body).encode()
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+def collect(line: Any, count: int, *, within_s: float = 10) -> list[Finished]:
+    found: list[Finished] = []
+    deadline = time.monotonic() + within_s
+    while len(found) < count and time.monotonic() < deadline:
+        found += [Finished(*one) for one in line.collect(0.05)]
+    return found
+
+
+def ask(kind: Any, port: int) -> Finished:
+    line = kind.Wire("127.0.0.1", str(port))
+    try:
+        line.submit(1, time.monotonic_ns(), request(), -1, 0, False)
+        (one,) = collect(line, 1)
+        return one
+    finally:
+        line.close()
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def test_answers_are_read_with_their_times(kind: Any) -> None:
+    with golden(ttft_us=30_000, itl_us=10_000) as server:
+        line = kind.Wire("127.0.0.1", str(server.port))
+        try:
+            due = time.monotonic_ns() + 20_000_000
+            for number in range(20):
+                line.submit(number, due + number * 5_000_000, request(chat=number % 2 == 0), -1, 0, False)
+            found = collect(line, 20)
+            assert line.state()["in_flight"] == 0 and line.state()["silent"] == 0
+        finally:
+            line.close()
+    assert sorted(one.id for one in found) == list(range(20))
+    for one in found:
+        times = array("q", one.times)
+        assert (one.status, one.outcome, one.done) == (200, 0, 1)
+        assert len(times) == 8 and times[0] == one.first and one.first >= one.sent >= one.due
+        assert 25 < (one.first - one.sent) / 1e6 < 80
+        assert all(later >= earlier for earlier, later in pairwise(times))
+        assert b'"completion_tokens":8' in one.kept and b"engine " not in one.kept
+
+
+def test_a_chain_sends_one_after_another(kind: Any) -> None:
+    with golden(ttft_us=10_000, itl_us=1_000) as server:
+        line = kind.Wire("127.0.0.1", str(server.port))
+        try:
+            due = time.monotonic_ns()
+            for number in range(12):
+                line.submit(number, due, request(4), number % 2, 0, False)
+            found = {one.id: one for one in collect(line, 12)}
+        finally:
+            line.close()
+    for number in range(2, 12):
+        assert found[number].sent >= found[number - 2].end
+        assert found[number].due == found[number - 2].end, "the next is due when the last has ended"
+
+
+def test_a_limit_holds_requests_back_and_their_wait_counts(kind: Any) -> None:
+    with golden(ttft_us=50_000, itl_us=1_000) as server:
+        line = kind.Wire("127.0.0.1", str(server.port), 2)
+        try:
+            due = time.monotonic_ns()
+            for number in range(6):
+                line.submit(number, due, request(1), -1, 0, False)
+            found = collect(line, 6)
+        finally:
+            line.close()
+        server.end()
+        assert server.truth["most_in_flight"] == 2
+    assert max(one.first - one.due for one in found) > 140_000_000
+
+
+def test_what_is_left_is_cancelled(kind: Any) -> None:
+    with golden(ttft_us=5_000_000) as server:
+        line = kind.Wire("127.0.0.1", str(server.port))
+        try:
+            now = time.monotonic_ns()
+            line.submit(1, now, request(), -1, 0, False)
+            line.submit(2, now + 60_000_000_000, request(), -1, 0, False)
+            line.submit(3, now, request(), 0, 0, False)
+            line.submit(4, now, request(), 0, 0, False)
+            time.sleep(0.3)
+            line.stop()
+            found = {one.id: one for one in collect(line, 4)}
+        finally:
+            line.close()
+    assert {one.outcome for one in found.values()} == {pure.CANCELLED}
+    assert found[1].sent and found[3].sent and not found[2].sent and not found[4].sent
+
+
+def test_text_is_kept_whole_where_asked(kind: Any) -> None:
+    with golden(ttft_us=1_000, itl_us=1_000) as server:
+        line = kind.Wire("127.0.0.1", str(server.port))
+        try:
+            line.submit(1, time.monotonic_ns(), request(4), -1, 0, True)
+            (one,) = collect(line, 1)
+        finally:
+            line.close()
+    said = "".join(
+        choice["delta"].get("content", "")
+        for event in map(json.loads, one.kept.splitlines())
+        for choice in event["choices"]
+    )
+    assert said == "the engine works best "
+
+
+def test_nobody_there(kind: Any) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        one = ask(kind, probe.getsockname()[1])
+    assert one.outcome == pure.NOT_CONNECTED
+
+
+class Scripted:
+    """A server that says exactly these bytes to each connection, piece by piece, and then closes or not."""
+
+    def __init__(self, *answers: list[bytes], close: bool = True) -> None:
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self.socket.getsockname()[1]
+        self.answers, self.close, self.served = list(answers), close, 0
+        self.peers: list[socket.socket] = []
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def __enter__(self) -> "Scripted":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in (self.socket, *self.peers):
+            one.close()
+
+    def run(self) -> None:
+        for pieces in self.answers:
+            peer, _ = self.socket.accept()
+            self.peers.append(peer)
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            peer.recv(65536)
+            self.served += 1
+            for piece in pieces:
+                peer.sendall(piece)
+                time.sleep(0.005)
+            if self.close:
+                peer.close()
+
+
+def pieces(data: bytes, size: int) -> Iterator[bytes]:
+    for begin in range(0, len(data), size):
+        yield data[begin : begin + size]
+
+
+EVENT = b'data: {"choices":[{"delta":{"content":"a \\"content\\": b"}}]}\n\n'
+USAGE = b'data: {"choices":[],"usage":{"completion_tokens":2}}\n\ndata: [DONE]\n\n'
+HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return f"{len(data):X};x=y\r\n".encode() + data + b"\r\n"
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 4096])
+def test_any_cut_of_the_stream_reads_alike(kind: Any, size: int) -> None:
+    stream = HEAD + chunk(EVENT) + chunk(EVENT + USAGE) + b"0\r\nX-Trailer: 1\r\n\r\n"
+    with Scripted(list(pieces(stream, size))) as server:
+        one = ask(kind, server.port)
+    assert (one.status, one.outcome, one.done, len(one.times) // 8) == (200, 0, 1, 2)
+    assert json.loads(one.kept.splitlines()[-1])["usage"] == {"completion_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("stream", "outcome", "status", "done"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\n" + EVENT + USAGE, pure.ANSWERED, 200, 1),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(EVENT + USAGE) + EVENT + USAGE, pure.ANSWERED, 200, 1),
+        (HEAD + chunk(EVENT), pure.BROKEN_OFF, 200, 0),
+        (HEAD + chunk(EVENT) + b"0\r\n\r\n", pure.ANSWERED, 200, 0),
+        (b"HTTP/1.1 503 X\r\nContent-Length: 10\r\n\r\nqueue full", pure.ANSWERED, 503, 0),
+        (b"", pure.BROKEN_OFF, 0, 0),
+        (HEAD + b"zz\r\n", pure.BROKEN_OFF, 200, 0),
+    ],
+)
+def test_odd_answers(kind: Any, stream: bytes, outcome: int, status: int, done: int) -> None:
+    with Scripted([stream]) as server:
+        one = ask(kind, server.port)
+    assert (one.outcome, one.status, one.done) == (outcome, status, done)
+    if status == 503:
+        assert b"queue full" in one.kept
+
+
+def test_a_closed_idle_connection_is_opened_again(kind: Any) -> None:
+    good = HEAD + chunk(EVENT) + chunk(USAGE) + b"0\r\n\r\n"
+    with Scripted([good], [good]) as server:  # each connection is closed after its answer, without a word
+        line = kind.Wire("127.0.0.1", str(server.port))
+        try:
+            for number in range(2):
+                line.submit(number, time.monotonic_ns(), request(), -1, 0, False)
+                (one,) = collect(line, 1)
+                assert one.outcome == pure.ANSWERED and one.done
+        finally:
+            line.close()
+        assert server.served == 2
+
+
+def test_many_gaps_are_sorted_and_counted_alike() -> None:
+    values = array("I", [(number * 2654435761) % 2**32 for number in range(10_000)])
+    ends = array("q", [100, 100, 5000, 10_000])
+    expected = [
+        len([v for v in values[b:e] if v > 10**9]) for b, e in ((0, 100), (100, 100), (100, 5000), (5000, 10_000))
+    ]
+    for module in (pure, wire.compiled):
+        assert list(module.count_above(values, ends, 10**9)) == expected
+        copy = array("I", values)
+        module.sort_u32(copy)
+        assert list(copy) == sorted(values)

@@ -1,0 +1,74 @@
+"""Intervals hold what they promise, on samples whose truth is known."""
+
+import math
+import random
+
+import pytest
+
+from powerband.core import statistics
+from powerband.core.statistics import Interval
+
+
+@pytest.mark.parametrize(("p", "count"), [(0.5, 60), (0.95, 120), (0.95, 1000), (0.99, 700)])
+def test_the_interval_of_a_percentile_holds_the_truth_about_95_times_of_100(p: float, count: int) -> None:
+    rng, truth, held = random.Random(1), -math.log(1 - p), 0
+    for _ in range(400):
+        ordered = sorted(rng.expovariate(1) for _ in range(count))
+        interval = statistics.quantile_interval(ordered, p, count)
+        held += interval.low <= truth <= interval.high
+    assert 0.91 <= held / 400 <= 0.99
+
+
+def test_dependent_samples_count_for_less() -> None:
+    rng = random.Random(2)
+    level, values = 0.0, []
+    for _ in range(2000):
+        level = 0.95 * level + rng.gauss(0, 1)
+        values.append(level)
+    bounds = statistics.lump_bounds(len(values))
+    beyond = [sum(value > 0 for value in values[begin:end]) for begin, end in bounds]
+    sizes = [end - begin for begin, end in bounds]
+    assert statistics.design_effect(beyond, sizes) > 5
+    rng.shuffle(values)
+    beyond = [sum(value > 0 for value in values[begin:end]) for begin, end in bounds]
+    assert statistics.design_effect(beyond, sizes) < 2
+
+
+def test_a_percentile_needs_samples_beyond_it() -> None:
+    assert statistics.needed(0.95) == 100
+    assert statistics.needed(0.99) == 500
+    assert not statistics.supported(0.99, 499, 499)
+    assert statistics.supported(0.99, 500, 500)
+    assert not statistics.supported(0.99, 5000, 90), "all that lies beyond is one event"
+
+
+@pytest.mark.parametrize(
+    ("successes", "count", "low", "high"),
+    [(95, 100, 0.8882, 0.9785), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0)],  # from the published formula, by hand
+)
+def test_wilson(successes: int, count: int, low: float, high: float) -> None:
+    found = statistics.wilson(successes, count)
+    assert found.low == pytest.approx(low, abs=1e-3)
+    assert found.high == pytest.approx(high, abs=1e-3)
+
+
+def test_quantiles_are_interpolated() -> None:
+    assert statistics.quantile([1, 2, 3, 4], 0.5) == 2.5
+    assert statistics.quantile([1, 2, 3, 4], 1.0) == 4
+    assert statistics.quantile([7], 0.3) == 7
+
+
+def test_halves_see_a_drift_and_not_noise() -> None:
+    rng = random.Random(3)
+    steady = [rng.expovariate(1) + 1 for _ in range(400)]
+    ratio = statistics.halves(steady)
+    assert ratio.low < 1 < ratio.high
+    drifting = [value * (1 + number / 400) for number, value in enumerate(steady)]
+    assert statistics.halves(drifting).low > 1.2
+
+
+def test_the_mean_has_an_interval_even_of_few() -> None:
+    found = statistics.mean_interval([1.0, 2.0, 3.0])
+    assert found.value == 2.0
+    assert found.low < 1.0 and found.high > 3.0
+    assert statistics.mean_interval([5.0]) == Interval(5.0, 5.0, 5.0)
