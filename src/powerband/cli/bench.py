@@ -54,7 +54,6 @@ def bench(
     Exit code 3: a guard refused the measurement. 4: the SLO was not kept.
     """
     import asyncio
-    from pathlib import Path
 
     from powerband.launchers import local
     from powerband.store import runs
@@ -69,8 +68,7 @@ def bench(
     prepared = local.prepare(deployment, engine_path=engine_path)
     for problem in prepared.problems:
         talk().print(warning(problem.sentence, problem.hint))
-    directory = Path(output) if output else runs.new_run(f"bench-{deployment.served_name}")
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = given.folder(output) if output else runs.new_run(f"bench-{deployment.served_name}")
     found = asyncio.run(
         _measure(prepared, order, directory=directory, ready_timeout_s=given.seconds(ready_timeout), json=json)
     )
@@ -181,19 +179,19 @@ class _Shown:
 
     def __init__(self, json: bool) -> None:
         self.console, self.json = talk(), json
-        self.status = self.console.status("preparing")
-        self.live = self.console.is_terminal and not json
+        self.status = self.console.status("preparing") if self.console.is_terminal and not json else None
 
     def __enter__(self) -> _Shown:
-        if self.live:
+        if self.status:
             self.status.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.status.stop()
+        if self.status:
+            self.status.stop()
 
     def progress(self, plan: Any, progress: Any, steering: Any) -> None:
-        if not self.live:
+        if not self.status:
             return
         load = f"{steering.users} users" if steering.users else f"{plan.requests / plan.window_s:.3g}/s"
         now = progress.elapsed_s

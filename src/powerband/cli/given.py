@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from powerband.cli.output import talk
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from powerband.core.deployment import Deployment
     from powerband.runtime.replica import Replica
 
@@ -21,20 +23,35 @@ def start_progress(json: bool) -> Any:
     def on_change(replica: Replica, event: str) -> None:
         if json:
             return
-        if event == "ready" or event in ("stopping", "stopped", "failed"):
-            status.stop()
-        elif console.is_terminal:
+        if event in ("ready", "stopping", "stopped", "failed"):
+            if status:
+                status.stop()
+        elif status:
             status.update(f"{replica.engine.name}: {event} ({time.monotonic() - began:.1f} s)")
         else:
             console.print(f"{time.monotonic() - began:7.2f} s  {event}")
 
-    status = console.status("starting")
-    if console.is_terminal and not json:
+    status = console.status("starting") if console.is_terminal and not json else None
+    if status:
         status.start()
     try:
         yield on_change
     finally:
-        status.stop()
+        if status:
+            status.stop()
+
+
+def folder(path: str) -> Path:
+    """Make a folder for results, unless it is there."""
+    from pathlib import Path
+
+    from powerband.errors import InputError
+
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{path} cannot hold results: {error.strerror}", hint="give another folder") from None
+    return Path(path)
 
 
 def seconds(text: str) -> float:

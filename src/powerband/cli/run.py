@@ -36,7 +36,6 @@ def run(
 ) -> None:
     """Start one deployment in the foreground. It is ready when it has answered a real request; Ctrl-C stops it."""
     import asyncio
-    from pathlib import Path
 
     from powerband.launchers import local
 
@@ -53,9 +52,7 @@ def run(
         return
     for problem in prepared.problems:
         talk().print(warning(problem.sentence, problem.hint))
-    directory = Path(run_dir) if run_dir else None
-    if directory:
-        directory.mkdir(parents=True, exist_ok=True)
+    directory = given.folder(run_dir) if run_dir else None
     asyncio.run(
         _serve(
             prepared,

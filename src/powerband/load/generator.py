@@ -17,6 +17,7 @@ from powerband.load.pure import Finished
 from powerband.load.wire import Target
 
 _AHEAD_BYTES = 128 * 2**20  # encoded requests that wait for their time
+_AHEAD_REQUESTS = 2000
 _LEAD_NS = 50_000_000
 _TICK_S = 0.05
 _DRAIN_TICKS = 40
@@ -134,7 +135,8 @@ class _Sender:
         """Encode the next requests while there is room."""
         by_users = self.users and self.turns > 1  # the next session of a user waits for the last turn
         most = min(len(self.traffic), self.users) if by_users else len(self.traffic)
-        while self.next < most and self.bytes_ahead < _AHEAD_BYTES:
+        ahead = max(_AHEAD_REQUESTS, 3 * self.users)
+        while self.next < most and self.bytes_ahead < _AHEAD_BYTES and len(self.outstanding) < ahead:
             self._open_session(self.next)
             self.next += 1
 

@@ -72,7 +72,13 @@ class Replica:
         self._scanned = 0
         self._ahead = list(self.engine.phases())
         limits = httpx.Limits(max_keepalive_connections=0)  # a reused idle connection may be closed under us
-        self._http = httpx.AsyncClient(base_url=self.url, trust_env=False, limits=limits, headers=self.request_headers)
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            trust_env=False,
+            limits=limits,
+            headers=self.request_headers,
+            verify=self.url.startswith("https:"),  # reading the machine's certificates takes 80 ms
+        )
         try:
             if self.command is not None:
                 self._enter("starting")
