@@ -9,11 +9,15 @@ from typing import Any
 
 import typer
 
-from powerband import engines
+from powerband import catalog, engines
+from powerband.bench.guards import GUARDS
 from powerband.cli.main import app
 from powerband.core.engine import FailureKind
+from powerband.core.records import COLUMNS
+from powerband.core.slo import SLO
+from powerband.core.workload import Workload
 from powerband.engines import knobs, rules
-from powerband.metrics import GAUGES
+from powerband.metrics import GAUGES, LATENCIES
 
 FOLDER = Path(__file__).parent / "reference"
 NOTE = "<!-- Written by docs/generate.py; do not edit. -->\n"
@@ -25,7 +29,7 @@ def commands() -> str:
         NOTE,
         "# Commands",
         "",
-        "Exit codes: 0 fine, 1 our bug, 2 your input, 3 the engine, 4 the promise was not met.",
+        "Exit codes: 0 fine, 1 our bug, 2 your input, 3 the engine or an invalid number, 4 the promise was not met.",
     ]
 
     def describe(command: Any, path: str) -> None:
@@ -46,8 +50,10 @@ def commands() -> str:
 
 def takes(schema: dict[str, Any]) -> str:
     """Return a JSON Schema as a reader of YAML would say it."""
-    if "anyOf" in schema:
-        return " or ".join(takes(one) for one in schema["anyOf"] if one.get("type") != "null")
+    if choices := schema.get("anyOf") or schema.get("oneOf"):
+        return " or ".join(takes(one) for one in choices if one.get("type") != "null")
+    if "const" in schema:
+        return f"`{schema['const']}`"
     if "enum" in schema:
         return ", ".join(f"`{one}`" for one in schema["enum"])
     if "$ref" in schema:
@@ -116,9 +122,51 @@ def gauges() -> str:
     return "\n".join(lines) + "\n"
 
 
+def workloads() -> str:
+    """The fields of a workload, and the entries of the catalogue."""
+    lines = [
+        NOTE,
+        "# Workloads and SLOs",
+        "",
+        "A workload says what traffic looks like; the same file is the same traffic.",
+        "",
+    ]
+    for title, kind in (("A workload", Workload), ("An SLO", SLO)):
+        schema = kind.model_json_schema()
+        lines += [f"## {title}", "", "| field | takes | means |", "|---|---|---|"]
+        for name, one in schema["properties"].items():
+            lines.append(f"| `{name}` | {takes(one)} | {one.get('description', '')} |")
+        lines.append("")
+        for name, one in sorted(schema.get("$defs", {}).items()):
+            told = [f"`{key}` {takes(value)}" for key, value in one["properties"].items()]
+            lines.append(f"- **`{name}`**: {one['description']} {', '.join(told)}")
+        lines.append("")
+    for kind_name in ("workload", "slo"):
+        lines += [f"## In the catalogue: {kind_name}", ""]
+        for name in catalog.names(kind_name):
+            body = catalog.text(kind_name, name).split("\n", 1)[1].strip()
+            lines += [f"`{name}`", "", "```yaml", body, "```", ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def measuring() -> str:
+    """What `bench` measures, and what it refuses."""
+    lines = [NOTE, "# What bench measures and refuses", "", "| latency | unit | means |", "|---|---|---|"]
+    lines += [f"| {one.name.upper()} | {one.unit} | {one.means} |" for one in LATENCIES.values()]
+    lines += ["", "## Guards", "", "| guard | refuses |", "|---|---|"]
+    lines += [f"| {name} | {' '.join((guard.__doc__ or '').split())} |" for name, guard in GUARDS.items()]
+    lines += ["", "## Columns of the request records (`level-NN.npz`)", ""]
+    lines += [
+        "Open them with `numpy.load`. Times are nanoseconds from the start of the clock; `gaps` are microseconds.",
+        "",
+    ]
+    lines += [", ".join(f"`{name}`" for name in (*COLUMNS, "gaps"))]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     """Write the pages, or compare them."""
-    pages = {"commands.md": commands(), "gauges.md": gauges()}
+    pages = {"commands.md": commands(), "gauges.md": gauges(), "workloads.md": workloads(), "bench.md": measuring()}
     pages |= {f"engine-{name}.md": engine_page(name) for name in engines.names()}
     FOLDER.mkdir(exist_ok=True)
     stale = [

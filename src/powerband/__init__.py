@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from powerband.core.deployment import Deployment
+    from powerband.core.measurement import Measurement
     from powerband.core.slo import SLO
     from powerband.core.workload import Workload
     from powerband.errors import PowerbandError
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SLO",
     "Deployment",
+    "Measurement",
     "PowerbandError",
     "Workload",
     "__version__",
@@ -29,6 +31,7 @@ __all__ = [
 
 _HOMES = {
     "Deployment": "powerband.core.deployment",
+    "Measurement": "powerband.core.measurement",
     "PowerbandError": "powerband.errors",
     "SLO": "powerband.core.slo",
     "Workload": "powerband.core.workload",

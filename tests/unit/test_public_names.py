@@ -15,6 +15,7 @@ GOLDEN = Path(__file__).with_name("command_line.json")
 def test_public_names() -> None:
     assert sorted(powerband.__all__) == [
         "Deployment",
+        "Measurement",
         "PowerbandError",
         "SLO",
         "Workload",

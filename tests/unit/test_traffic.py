@@ -159,7 +159,8 @@ def test_adapters_have_their_share() -> None:
     traffic = prompts.prepare(
         workload(adapters=[{"name": "a", "share": 0.25}, {"name": "b", "share": 0.5}]), 4000, vocabulary=WORDS
     )
-    shares = [traffic.adapters.count(name) / 4000 for name in ("a", "b", None)]
+    asked = [adapter and adapter.name for adapter in traffic.adapters]
+    shares = [asked.count(name) / 4000 for name in ("a", "b", None)]
     assert shares == pytest.approx([0.25, 0.5, 0.25], abs=0.03)
 
 
@@ -200,3 +201,14 @@ def test_a_workload_that_makes_no_sense(changes: dict[str, object], says: str) -
 def test_a_workload_file_says_what_is_missing() -> None:
     with pytest.raises(DocumentError, match="output is missing"):
         documents.parse("powerband: workload/1\narrivals: {process: closed, users: 1}\n", source="w.yaml")
+
+
+def test_turns_and_repeated_rows_are_known_beforehand(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text(json.dumps({"turns": ["one two three four", "five six"]}) + "\n")
+    of = {"prompt": None, "prefix": None, "output": {"shape": "fixed", "tokens": 4}}
+    once = workload(**of, dataset={"path": "d.jsonl"}, turns={"count": 2})
+    traffic = prompts.prepare(once, 1, vocabulary=WORDS, base=tmp_path)
+    assert traffic.prefix_share() == pytest.approx(8 / 14), "of 4 + 10 tokens, 8 came before"
+    again = workload(**of, dataset={"path": "d.jsonl", "repeat": True})
+    traffic = prompts.prepare(again, 4, vocabulary=WORDS, base=tmp_path)
+    assert traffic.prefix_share() == pytest.approx(0.75)

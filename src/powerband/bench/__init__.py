@@ -21,6 +21,7 @@ from powerband.core.measurement import Level, Measurement
 from powerband.core.slo import SLO
 from powerband.core.workload import Workload
 from powerband.engines.base import Engine
+from powerband.errors import InputError
 from powerband.launchers.local import Prepared
 from powerband.load import generator, prompts, tokens, wire
 from powerband.load.generator import Progress
@@ -43,9 +44,16 @@ class Order:
     blocks: int = 1
     limit: int = 0
     price_per_h: float | None = None
-    base: Path | None = None
     tokenizer: str | None = None
     command: str = ""
+
+    def __post_init__(self) -> None:
+        if self.profile == "climb" and self.slo is None:
+            raise InputError("a climb needs a promise to keep", hint="give --slo, such as --slo interactive")
+        if self.profile == "sweep" and not self.rates:
+            raise InputError(
+                "a sweep needs its rates", hint="give --rates 1,2,4, or --profile climb to find the highest"
+            )
 
 
 @dataclass
@@ -75,7 +83,7 @@ async def bench(
         vocabulary=tokens.vocabulary(order.tokenizer or prepared.deployment.variant.source),
         directory=directory,
         slo=order.slo,
-        base=order.base,
+        base=order.amount.base,
         limit=order.limit,
         price_per_h=order.price_per_h,
         stopping=stopping or threading.Event(),
@@ -125,6 +133,7 @@ async def _server(replica: Replica) -> Engine[Any]:
 async def _steps(own: Bench, order: Order) -> profiles.Steps:
     if order.profile == "climb":
         start = order.start_per_s or await _first_guess(own, order.workload)
+        assert order.slo is not None
         return profiles.climb(order.workload, order.slo, order.amount, start_per_s=start, blocks=order.blocks)
     if order.profile == "sweep":
         return profiles.sweep(order.workload, order.slo, order.amount, rates=order.rates, blocks=order.blocks)
@@ -167,6 +176,7 @@ def provenance(prepared: Prepared, order: Order, own: Bench) -> dict[str, Any]:
         "engine_version": prepared.installation.version,
         "engine_build": prepared.installation.build,
         "model": own.target.model,
+        "model_bytes": prepared.model.weight_bytes,
         "deployment": deployment.to_data(),
         "deployment_digest": deployment.digest(),
         "workload_digest": order.workload.digest(),

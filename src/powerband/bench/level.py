@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from powerband import metrics
-from powerband.bench import analysis, guards
+from powerband.bench import analysis, guards, reconcile
 from powerband.bench.watching import Watch
 from powerband.core import statistics
 from powerband.core.measurement import Agreement, Estimate, Level, Timeline, Verdict
@@ -25,11 +25,10 @@ from powerband.runtime.replica import Replica
 from powerband.store import records as record_files
 
 _LEAST_WARM_S = 1.0
-_MOST_WARM_S = 15.0
+_USUAL_WARM_S, _MOST_WARM_S = 15.0, 60.0  # the longer one where answers take long
 _LEAST_DRAIN_S = 10.0
 _HOPELESS_TICKS = 20  # of 50 ms
 _MOST_POINTS = 300  # of a timeline
-_LEAST_ALONE = 5
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,7 @@ class Steering:
 
     def _is_warm(self, now: float, finished: int) -> bool:
         """As many leave as arrive: one answer's time has passed, and no more are in flight than a while ago."""
-        if now >= _MOST_WARM_S:
+        if now >= min(_MOST_WARM_S, max(_USUAL_WARM_S, 2 * self.longest_s)):
             return True
         if now < _LEAST_WARM_S or finished < 5 or now < 1.5 * self.longest_s:
             return False
@@ -210,7 +209,7 @@ def observe(
     in_flight = _mean_in_flight(records, begin, end)
     places = watch.between(run.started_ns + begin, run.started_ns + end)
     foreign, stolen = watch.foreign_share(places)
-    agreements = _agreements(records, watch, places, run.started_ns, at_end=bench.counts_at_end)
+    agreements = reconcile.agreements(records, watch, places, run.started_ns, at_end=bench.counts_at_end)
     evidence = guards.Evidence(
         workload=plan.workload,
         slo=bench.slo,
@@ -226,7 +225,7 @@ def observe(
         capped=bench.limit > 0,
         client_cpu_share=run.client_cpu_s / max(run.elapsed_s, 1e-9),
         repeats=_repeats(traffic, len(records)),
-        known_share=traffic.prefix_share(),
+        known_share=reconcile.known_share(traffic, measured),
         gauges=watch.gauges,
         agreements=agreements,
         foreign_cpu_share=foreign,
@@ -247,7 +246,7 @@ def observe(
             "mean_in_flight": in_flight,
             **({"foreign_cpu_share": foreign} if foreign is not None else {}),
         },
-        engine=_engine_figures(watch, places, traffic),
+        engine=reconcile.engine_figures(watch, places, traffic),
         agreements=tuple(agreements),
         timeline=_timeline(steering, watch, run.started_ns),
         verdicts=tuple(guards.judge(evidence)),
@@ -320,95 +319,6 @@ def _repeats(traffic: prompts.Traffic, sent: int) -> int:
 def _mean_in_flight(records: Records, begin: int, end: int) -> float:
     rows = zip(records["sent"], records["end"], strict=True)
     return sum(max(0, min(late, end) - max(early, begin)) for early, late in rows) / max(1, end - begin)
-
-
-def _agreements(records: Records, watch: Watch, places: list[int], started_ns: int, *, at_end: bool) -> list[Agreement]:
-    """Set the client's word beside the engine's, between two readings of the engine's counters."""
-    if len(places) < 2:
-        return []
-    first, last = watch.gauges[places[0]], watch.gauges[places[-1]]
-    begin, end = watch.at_ns[places[0]] - started_ns, watch.at_ns[places[-1]] - started_ns
-    found = []
-    if first.output_tokens is not None and last.output_tokens is not None:
-        if at_end:
-            ended = zip(metrics.tokens(records), records["end"], strict=True)
-            seen = float(sum(count for count, when in ended if begin <= when < end))
-        else:
-            seen = _tokens_between(records, begin, end)
-        found.append(Agreement(what="output tokens", client=seen, engine=last.output_tokens - first.output_tokens))
-    if first.ttft_count is not None and last.ttft_count is not None and last.ttft_count > first.ttft_count:
-        spoke = [row for row, when in enumerate(records["first"]) if begin <= when < end]
-        total = (last.ttft_total_s or 0) - (first.ttft_total_s or 0)
-        mean = total / (last.ttft_count - first.ttft_count)
-        found.append(Agreement(what="mean TTFT in s, from the send time", client=_waited(records, spoke), engine=mean))
-    alone = [row for row in _alone(records) if records["engine_us"][row]]
-    if len(alone) >= _LEAST_ALONE:
-        mean = sum(records["engine_us"][row] for row in alone) / 1e6 / len(alone)
-        what = "mean TTFT in s, from the answer's head, of requests that met an idle engine"
-        found.append(Agreement(what=what, client=_waited(records, alone, since="head"), engine=mean))
-    return found
-
-
-def _waited(records: Records, rows: Sequence[int], *, since: str = "sent") -> float:
-    """Return the mean time from sending, or from the answer's head, to the first content."""
-    return sum(records["first"][row] - records[since][row] for row in rows) / 1e9 / max(1, len(rows))
-
-
-def _alone(records: Records) -> list[int]:
-    """Return the complete requests that were sent while no other was in flight."""
-    order = sorted(range(len(records)), key=records["sent"].__getitem__)
-    found, busy_until = [], 0
-    for row, complete in (
-        (row, complete) for complete, row in zip(records.select(order).complete(), order, strict=True)
-    ):
-        if complete and records["sent"][row] >= busy_until:
-            found.append(row)
-        busy_until = max(busy_until, records["end"][row])
-    return found
-
-
-def _tokens_between(records: Records, begin: int, end: int) -> float:
-    """Count the tokens whose content came within a span, several per chunk where the server says so."""
-    total = 0.0
-    counts = metrics.tokens(records)
-    for row in range(len(records)):
-        first, chunks = records["first"][row], records["chunks"][row]
-        if not chunks or first >= end or records["end"][row] < begin:
-            continue
-        each = counts[row] / chunks
-        if first >= begin and records["end"][row] < end:
-            total += counts[row]
-            continue
-        moment, seen = first, int(begin <= first)
-        for gap in records.gaps_of(row):
-            moment += gap * 1000
-            seen += begin <= moment < end
-        total += seen * each
-    return total
-
-
-def _engine_figures(watch: Watch, places: list[int], traffic: prompts.Traffic) -> dict[str, float]:
-    figures = {"workload_prefix_share": traffic.prefix_share()}
-    if not places:
-        return figures
-    inside = [watch.gauges[place] for place in places]
-    for name in ("queue_depth", "running", "kv_use"):
-        values = [value for gauges in inside if (value := getattr(gauges, name)) is not None]
-        if values:
-            figures[f"{name}_mean"], figures[f"{name}_max"] = sum(values) / len(values), max(values)
-    first, last = watch.gauges[0], watch.gauges[-1]
-
-    def grown(name: str) -> float | None:
-        early, late = getattr(first, name), getattr(last, name)
-        return None if early is None or late is None else late - early
-
-    if queries := grown("prefix_queries_tokens"):
-        figures["prefix_hit_share"] = (grown("prefix_hits_tokens") or 0.0) / queries
-    if drafted := grown("spec_drafted_tokens"):
-        figures["spec_accepted_share"] = (grown("spec_accepted_tokens") or 0.0) / drafted
-    if (preemptions := grown("preemptions")) is not None:
-        figures["preemptions"] = preemptions
-    return figures
 
 
 def _timeline(steering: Steering, watch: Watch, started_ns: int) -> Timeline:

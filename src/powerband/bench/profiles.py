@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from powerband.bench.level import Plan
 from powerband.core import statistics
 from powerband.core.measurement import Level
 from powerband.core.slo import SLO
 from powerband.core.workload import Workload
-from powerband.errors import InputError
 from powerband.load import prompts
 
 _SPARE = 1.5  # samples beyond what the highest percentile needs
@@ -27,13 +27,14 @@ class Amount:
     window_s: float | None = None
     requests: int | None = None
     seed: int | None = None
+    base: Path | None = None  # of the workload's own paths
 
     def plan(self, workload: Workload, slo: SLO | None, *, block: int = 0, hopeless: bool = False) -> Plan:
         """Return the plan for a load; every block has requests of its own."""
         seed = (self.seed if self.seed is not None else workload.seed) + block
         workload, rate = workload.with_seed(seed), workload.rate_per_s
         if rate is None and workload.trace:
-            rate = prompts.recorded_rate(workload)
+            rate = prompts.recorded_rate(workload, base=self.base)
         requests = self.requests
         if rate is None:  # a closed loop: nobody knows its rate beforehand
             window = self.window_s or _LEAST_WINDOW_S
@@ -70,10 +71,8 @@ def sweep(workload: Workload, slo: SLO | None, amount: Amount, *, rates: Sequenc
             number += 1
 
 
-def climb(workload: Workload, slo: SLO | None, amount: Amount, *, start_per_s: float, blocks: int) -> Steps:
+def climb(workload: Workload, slo: SLO, amount: Amount, *, start_per_s: float, blocks: int) -> Steps:
     """Find the highest rate that keeps the SLO: double until it breaks, halve the bracket, confirm the answer."""
-    if slo is None:
-        raise InputError("a climb needs a promise to keep", hint="give --slo, such as --slo interactive")
     number = 0
     holds, breaks = 0.0, math.inf
     rate = start_per_s

@@ -116,19 +116,21 @@ def _order(
         listed = tuple(float(part) for part in rates.split(",")) if rates else ()
     except ValueError:
         raise InputError(f"--rates {rates} is not a list of numbers", hint="write it like 1,2,4") from None
-    if profile == "sweep" and not listed:
-        raise InputError("a sweep needs its rates", hint="give --rates 1,2,4, or --profile climb to find the highest")
     return Order(
         workload=traffic,
         slo=promise,
         profile=profile,  # type: ignore[arg-type]
         rates=listed,
         start_per_s=rate,
-        amount=Amount(given.seconds(duration) if duration else None, requests, seed),
+        amount=Amount(
+            window_s=given.seconds(duration) if duration else None,
+            requests=requests,
+            seed=seed,
+            base=Path(workload).parent if "." in workload else None,
+        ),
         blocks=blocks,
         limit=limit,
         price_per_h=price,
-        base=Path(workload).parent if "." in workload else None,
         tokenizer=tokenizer,
         command="powerband " + shlex.join(sys.argv[1:]),
     )

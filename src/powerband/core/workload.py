@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -118,6 +118,10 @@ class Adapter(Value):
 
     name: str = Field(min_length=1, description="the model name by which the engine serves it")
     share: float = Field(gt=0, le=1)
+    request: dict[str, Any] | None = Field(
+        default=None,
+        description="what a request carries instead of that name; for llama.cpp {lora: [{id: 0, scale: 1.0}]}",
+    )
 
 
 class Dataset(Value):

@@ -17,7 +17,7 @@ from powerband.load.pure import Finished
 from powerband.load.wire import Target
 
 _AHEAD_BYTES = 128 * 2**20  # encoded requests that wait for their time
-_AHEAD_REQUESTS = 2000
+_AHEAD_REQUESTS = 1000
 _LEAD_NS = 50_000_000
 _TICK_S = 0.05
 _DRAIN_TICKS = 40
@@ -135,7 +135,7 @@ class _Sender:
         """Encode the next requests while there is room."""
         by_users = self.users and self.turns > 1  # the next session of a user waits for the last turn
         most = min(len(self.traffic), self.users) if by_users else len(self.traffic)
-        ahead = max(_AHEAD_REQUESTS, 3 * self.users)
+        ahead = max(_AHEAD_REQUESTS, 2 * self.users)
         while self.next < most and self.bytes_ahead < _AHEAD_BYTES and len(self.outstanding) < ahead:
             self._open_session(self.next)
             self.next += 1
@@ -162,7 +162,10 @@ class _Sender:
 
     def _encode(self, number: int, turn: int, chat: Messages) -> bytes:
         traffic, workload = self.traffic, self.traffic.workload
-        body: dict[str, Any] = {"model": (traffic.adapters[number] if traffic.adapters else None) or self.target.model}
+        adapter = traffic.adapters[number] if traffic.adapters else None
+        body: dict[str, Any] = {"model": adapter.name if adapter else self.target.model}
+        if adapter and adapter.request is not None:
+            body |= {"model": self.target.model, **adapter.request}
         if workload.api == "chat":
             body["messages"] = chat
         else:

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from powerband.core.workload import Closed, Fixed, Length, Trace, Uniform, Workload
+from powerband.core.workload import Adapter, Closed, Fixed, Length, Trace, Uniform, Workload
 from powerband.errors import InputError
 from powerband.load import arrivals
 from powerband.load.tokens import Vocabulary
@@ -37,7 +37,7 @@ class Traffic:
     prompt_tokens: array[int]
     output_tokens: array[int]
     text: TextMaker
-    adapters: list[str | None] = field(default_factory=list)
+    adapters: list[Adapter | None] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.due_s)
@@ -79,8 +79,8 @@ def prepare(workload: Workload, count: int, *, vocabulary: Vocabulary, base: Pat
     turns = workload.turns.count if workload.turns else 1
     text: TextMaker
     if workload.dataset:
-        text = _DatasetText(workload, count, base)
-        prompts = array("I", text.lengths(vocabulary))
+        text = _DatasetText(workload, count, base, vocabulary)
+        prompts = array("I", (text.tokens(number, 0) for number in range(count)))
     else:
         assert workload.prompt is not None
         text = _SyntheticText(workload, vocabulary)
@@ -105,13 +105,12 @@ def _prefixes(workload: Workload, count: int, rng: random.Random) -> array[int]:
     return array("i", (rng.choice(pick) if rng.random() < prefix.share else -1 for _ in range(count)))
 
 
-def _adapters(workload: Workload, count: int) -> list[str | None]:
+def _adapters(workload: Workload, count: int) -> list[Adapter | None]:
     if not workload.adapters:
         return []
     rng = random.Random(f"adapters {workload.seed}")
     rest = max(0.0, 1 - sum(adapter.share for adapter in workload.adapters))
-    names = [*(adapter.name for adapter in workload.adapters), None]
-    return rng.choices(names, [*(adapter.share for adapter in workload.adapters), rest], k=count)
+    return rng.choices([*workload.adapters, None], [*(adapter.share for adapter in workload.adapters), rest], k=count)
 
 
 def _draw(length: Length, rng: random.Random) -> int:
@@ -180,21 +179,26 @@ class _SyntheticText(TextMaker):
     def known_share(self, traffic: Traffic) -> float:
         prefix = traffic.workload.prefix
         length = prefix.tokens if prefix else 0
-        with_prefix = sum(1 for number in self.prefixes if number >= 0)
-        first_time = len(set(self.prefixes) - {-1})
-        known = total = 0
-        for number in range(len(traffic)):
-            begin = length if self.prefixes[number] >= 0 else 0
-            for turn in range(self.turns):
-                place = number * self.turns + turn
-                total += begin + self.own[place]
-                known += begin if turn else 0
-                begin += self.own[place] + traffic.output_tokens[place]
-        return (known + length * (with_prefix - first_time)) / total if total else 0.0
+        begins = [length if number >= 0 else 0 for number in self.prefixes]
+        first_time = len(set(self.prefixes) - {-1}) * length
+        return _known(begins, self.own, traffic, known=sum(begins) - first_time)
+
+
+def _known(begins: Sequence[int], own: Sequence[int], traffic: Traffic, *, known: int) -> float:
+    """Return the part of the prompt tokens that came before: what is known of first turns, and all earlier turns."""
+    total, turns = 0, traffic.turns
+    for number, begin in enumerate(begins):
+        for turn in range(turns):
+            place = number * turns + turn
+            known += begin if turn else 0
+            begin += own[place]
+            total += begin
+            begin += traffic.output_tokens[place]
+    return known / total if total else 0.0
 
 
 class _DatasetText(TextMaker):
-    def __init__(self, workload: Workload, count: int, base: Path) -> None:
+    def __init__(self, workload: Workload, count: int, base: Path, vocabulary: Vocabulary) -> None:
         assert workload.dataset is not None
         chats = [chat for chat in map(_chat, _jsonl(base / workload.dataset.path)) if chat]
         if not chats:
@@ -205,15 +209,30 @@ class _DatasetText(TextMaker):
         order = list(range(len(chats)))
         random.Random(f"order {workload.seed}").shuffle(order)
         self.chats, self.order = chats, [order[number % len(order)] for number in range(count)]
-        self.repeats = 0 if workload.dataset.repeat else count - len({json.dumps(chats[i][0]) for i in self.order})
+        again = count - len({json.dumps(chats[chosen][0]) for chosen in self.order})
+        self.repeats = 0 if workload.dataset.repeat else again
+        said = [" ".join(message["content"] for message in turn) for chat in chats for turn in chat]
+        counted = iter(vocabulary.count(said))
+        self.lengths = [[next(counted) for _ in chat] for chat in chats]
 
-    def lengths(self, vocabulary: Vocabulary) -> list[int]:
-        counts = vocabulary.count([" ".join(message["content"] for message in chat[0]) for chat in self.chats])
-        return [counts[number] for number in self.order]
+    def tokens(self, number: int, turn: int) -> int:
+        """Return how many tokens a turn adds."""
+        lengths = self.lengths[self.order[number]]
+        return lengths[turn % len(lengths)]
 
     def messages(self, number: int, turn: int) -> Messages:
         chat = self.chats[self.order[number]]
         return chat[turn % len(chat)]
+
+    def known_share(self, traffic: Traffic) -> float:
+        turns, count = traffic.turns, len(traffic)
+        own = [self.tokens(number, turn) for number in range(count) for turn in range(turns)]
+        seen: set[int] = set()
+        known = 0
+        for number, chosen in enumerate(self.order):
+            known += own[number * turns] if chosen in seen else 0
+            seen.add(chosen)
+        return _known([0] * count, own, traffic, known=known if self.repeats == 0 else 0)
 
 
 def _chat(row: dict[str, Any]) -> list[Messages]:

@@ -1,0 +1,70 @@
+"""`bench` on real engines: a short climb, the engine's word beside the client's, and the guards that need an engine."""
+
+from pathlib import Path
+
+import pytest
+
+from support import faults, models, real_faults
+
+SHORT = """\
+powerband: workload/1
+name: short
+arrivals: {process: poisson, rate_per_s: 2}
+prompt: {shape: uniform, low: 20, high: 60}
+output: {shape: uniform, low: 8, high: 24}
+prefix: {tokens: 40}
+"""
+SLO = "powerband: slo/1\nttft: {p50: 1s}\n"
+
+
+def climb(*words: str) -> faults.Outcome:
+    return faults.bench(*words, "--profile", "climb", "--rate", "2", "--requests", "16", workload=SHORT, slo=SLO)
+
+
+def check(outcome: faults.Outcome) -> None:
+    assert outcome.exit_code == 0, outcome.stderr
+    best = outcome.measurement["levels"][outcome.measurement["best"]]
+    assert not [one for one in best["verdicts"] if not one["valid"]]
+    assert best["attainment"]["value"] >= 0.5
+    assert outcome.measurement["startup_s"] > 0.3
+    (tokens,) = [one for one in best["agreements"] if one["what"] == "output tokens"]
+    assert tokens["client"] == pytest.approx(tokens["engine"], rel=0.03)
+    assert "the model's tokenizer" in outcome.measurement["provenance"]["tokens_by"]
+
+
+@pytest.mark.llamacpp
+def test_a_climb_on_llamacpp() -> None:
+    check(climb(str(models.smollm2().gguf), "--set", "ctx_size=4096", "--set", "parallel=4", "--set", "cache_ram=0"))
+
+
+@pytest.mark.vllm
+def test_a_climb_on_vllm() -> None:
+    knobs = [
+        "enforce_eager=true",
+        "max_model_len=1024",
+        "kv_cache_memory_bytes=512MiB",
+        "VLLM_CPU_OMP_THREADS_BIND=0-1",
+    ]
+    words = [word for knob in knobs for word in ("--set", knob)]
+    check(climb(str(models.smollm2().safetensors), "--engine", "vllm", *words))
+
+
+@pytest.mark.llamacpp
+def test_llamacpp_and_the_client_agree_on_the_first_token(tmp_path: Path) -> None:
+    outcome = faults.bench(
+        str(models.smollm2().gguf), "--set", "ctx_size=4096", "--users", "1", "--duration", "10s", workload=SHORT
+    )
+    (ttft,) = [one for one in outcome.measurement["levels"][0]["agreements"] if "TTFT" in one["what"]]
+    assert ttft["client"] == pytest.approx(ttft["engine"], rel=0.10), "a shared machine; the proof holds it to 3 %"
+
+
+@pytest.mark.vllm
+async def test_a_warm_cache_is_refused() -> None:
+    outcome = await real_faults.same_traffic_twice()
+    assert "repeated prompts" in outcome.refused and outcome.exit_code == 3, outcome.stderr
+
+
+@pytest.mark.vllm
+async def test_preemptions_are_refused() -> None:
+    outcome = await real_faults.tiny_kv_cache()
+    assert "preemptions" in outcome.refused and outcome.exit_code == 3, outcome.stderr
