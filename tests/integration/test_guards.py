@@ -25,7 +25,7 @@ def test_every_guard_has_a_fault() -> None:
 
 
 def test_a_clean_run_is_printed_and_kept(tmp_path: Path) -> None:
-    outcome = faults.clean(7)
+    outcome = faults.undisturbed(lambda: faults.clean(7))
     assert outcome.exit_code == 0, outcome.stderr
     assert not outcome.refused
     ttft = outcome.measurement["levels"][0]["latencies"]["ttft"]

@@ -71,7 +71,7 @@ def test_answers_are_read_with_their_times(kind: Any) -> None:
         times = array("q", one.times)
         assert (one.status, one.outcome, one.done) == (200, 0, 1)
         assert len(times) == 8 and times[0] == one.first and one.first >= one.sent >= one.due
-        assert 25 < (one.first - one.sent) / 1e6 < 80
+        assert 25 < (one.first - one.sent) / 1e6 < 500
         assert all(later >= earlier for earlier, later in pairwise(times))
         assert b'"completion_tokens":8' in one.kept and b"engine " not in one.kept
 
@@ -89,6 +89,22 @@ def test_a_chain_sends_one_after_another(kind: Any) -> None:
     for number in range(2, 12):
         assert found[number].sent >= found[number - 2].end
         assert found[number].due == found[number - 2].end, "the next is due when the last has ended"
+
+
+def test_several_senders_are_one_wire() -> None:
+    with golden(ttft_us=10_000, itl_us=1_000) as server:
+        line = wire.connect(wire.Target(server.url, "golden"), senders=3)
+        try:
+            line.warm(6)
+            due = time.monotonic_ns() + 20_000_000
+            for number in range(30):
+                line.submit(number, due, request(4), number % 5, 0, False)
+            found = {one.id: one for one in collect(line, 30)}
+            assert line.state()["in_flight"] == 0
+        finally:
+            line.close()
+    assert len(found) == 30 and all(one.done for one in found.values())
+    assert all(found[number].sent >= found[number - 5].end for number in range(5, 30)), "a chain stays on one wire"
 
 
 def test_a_limit_holds_requests_back_and_their_wait_counts(kind: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import platform
 import sys
@@ -29,6 +30,7 @@ from powerband.load.wire import Target
 from powerband.runtime.replica import Replica
 
 Profile = Literal["level", "sweep", "climb"]
+_PROBE_USERS = 8
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Order:
     amount: Amount = field(default_factory=Amount)
     blocks: int = 1
     limit: int = 0
+    senders: int = 1
     price_per_h: float | None = None
     tokenizer: str | None = None
     command: str = ""
@@ -85,6 +88,7 @@ async def bench(
         slo=order.slo,
         base=order.amount.base,
         limit=order.limit,
+        senders=order.senders,
         price_per_h=order.price_per_h,
         stopping=stopping or threading.Event(),
         on_progress=listener.on_progress,
@@ -141,14 +145,12 @@ async def _steps(own: Bench, order: Order) -> profiles.Steps:
 
 
 async def _first_guess(own: Bench, workload: Workload) -> float:
-    """Return the rate of one user who never pauses: where a climb begins."""
-    import asyncio
-
-    probe = workload.with_users(1).with_seed(workload.seed + 2**31)
-    traffic = prompts.prepare(probe, 5, vocabulary=own.vocabulary, base=own.base)
-    run = await asyncio.to_thread(generator.drive, own.target, traffic)
-    spans = sorted((end - sent) / 1e9 for sent, end in zip(run.records["sent"], run.records["end"], strict=True))
-    return 1 / max(0.001, spans[len(spans) // 2]) if spans else 1.0
+    """Return where a climb begins: at half of what a few users who never pause get answered."""
+    probe = workload.with_users(_PROBE_USERS).with_seed(workload.seed + 2**31)
+    traffic = prompts.prepare(probe, 3 * _PROBE_USERS, vocabulary=own.vocabulary, base=own.base)
+    run = await asyncio.to_thread(generator.drive, own.target, traffic, until=lambda *_: own.stopping.is_set())
+    answered = sum(run.records.complete())
+    return max(0.01, answered / max(0.001, run.elapsed_s) / 2)
 
 
 def _best(levels: Sequence[Level]) -> int | None:

@@ -62,7 +62,7 @@ def client_late(evidence: Evidence) -> Finding | None:
     """The client sends late or has no CPU left: its own delay would be measured."""
     if evidence.client_cpu_share > CLIENT_CPU:
         said = f"the client itself used {evidence.client_cpu_share:.0%} of a core: what you see is the client"
-        return said, "send from another machine, or lower the load"
+        return said, "give it more --senders, send from another machine, or lower the load"
     if evidence.capped or not len(evidence.records):
         return None
     lag = statistics.quantile(sorted(metrics.send_lag(evidence.records)), 0.99)

@@ -39,6 +39,7 @@ class Plan:
     window_s: float
     requests: int  # roughly, within the window
     stop_hopeless: bool = False  # give up early on a load that cannot keep the SLO
+    counted: bool = False  # the window ends with so many requests, not by the clock
 
 
 @dataclass
@@ -53,6 +54,7 @@ class Bench:
     slo: SLO | None = None
     base: Path | None = None  # of the workload's own paths
     limit: int = 0
+    senders: int = 1
     price_per_h: float | None = None
     stopping: threading.Event = field(default_factory=threading.Event)
     on_progress: Callable[[Plan, Progress, Steering], None] = lambda *_: None
@@ -65,7 +67,7 @@ class Bench:
         span_s = _MOST_WARM_S + 2 * plan.window_s + _LEAST_DRAIN_S
         per_s = plan.requests / plan.window_s
         turns = plan.workload.turns.count if plan.workload.turns else 1
-        count = max(plan.requests, int(per_s * span_s / turns) + 1, 2 * users)
+        count = max(3 * plan.requests, int(per_s * span_s / turns) + 1, 4 * users)
         traffic = await asyncio.to_thread(
             prompts.prepare, plan.workload, count, vocabulary=self.vocabulary, base=self.base
         )
@@ -77,7 +79,9 @@ class Bench:
 
         async with Watch(self.replica) as watch:
             death = asyncio.create_task(self._die_with_engine(steering))
-            run = await asyncio.to_thread(generator.drive, self.target, traffic, limit=self.limit, until=until)
+            run = await asyncio.to_thread(
+                generator.drive, self.target, traffic, limit=self.limit, senders=self.senders, until=until
+            )
             death.cancel()
         self.levels += 1
         name = f"level-{self.levels:02d}.npz"
@@ -123,11 +127,15 @@ class Steering:
         self.early: str | None = None
         self.died: str | None = None
         self.longest_s = 0.0
+        self.counted = 0  # answers within the window so far
+        self.over_s: float | None = None
         self._looked = 0
 
     @property
     def end_s(self) -> float:
-        """Return when the window ends."""
+        """Return when the window ends, or will end by the plan."""
+        if self.over_s is not None:
+            return self.over_s
         return (self.warm_s if self.warm_s is not None else _MOST_WARM_S) + self.plan.window_s
 
     def __call__(self, progress: Progress, records: Records) -> bool:
@@ -135,6 +143,7 @@ class Steering:
         self.seen.append((now, progress.in_flight))
         for row in range(self._looked, len(records)):
             self.longest_s = max(self.longest_s, (records["end"][row] - records["sent"][row]) / 1e9)
+            self.counted += self.warm_s is not None and records["end"][row] >= self.warm_s * 1e9
         self._looked = len(records)
         if self.died:
             self.early = f"the engine died ({self.died})"
@@ -147,12 +156,14 @@ class Steering:
             return True
         if self.warm_s is None:
             if self._is_warm(now, len(records)):
-                self.warm_s = now
-            return False
-        if now < self.end_s:
+                self._open_window(now)
             return False
         if self.users:
-            return True
+            over = self.counted >= self.plan.requests if self.plan.counted else now >= self.end_s
+            self.over_s = now if over else None
+            return over
+        if now < self.end_s:
+            return False
         patience = max(_LEAST_DRAIN_S, self.plan.window_s)
         return now > self.end_s + patience or not self._unanswered(progress, records)
 
@@ -167,6 +178,13 @@ class Steering:
         lately = [count for _, count in self.seen[third[1] :]] or [0]
         before, after = sum(earlier) / len(earlier), sum(lately) / len(lately)
         return after <= before * 1.15 + 2
+
+    def _open_window(self, now: float) -> None:
+        """Begin to measure; where arrivals are known beforehand, so is the one that ends the window."""
+        self.warm_s = now
+        if self.plan.counted and not self.users and self.traffic.turns == 1:
+            last = bisect_left(self.traffic.due_s, now) + self.plan.requests
+            self.over_s = self.traffic.due_s[min(last, len(self.traffic) - 1)]
 
     def _is_hopeless(self, progress: Progress) -> bool:
         """By Little's law, this many waiting for a first token at this rate means a TTFT of three times its bound."""
@@ -203,7 +221,8 @@ def observe(
     cancelled = OUTCOMES.index("cancelled")
     failed = sum(not complete[row] and records["outcome"][row] != cancelled for row in inside)
     gave_up = steering.early is None and not users
-    unanswered = gave_up * sum(records["outcome"][row] == cancelled for row in inside)
+    unsent = 0 if users else sum(begin <= due < end for due in run.unsent_due)  # held back by a cap until the end
+    unanswered = gave_up * (unsent + sum(records["outcome"][row] == cancelled for row in inside))
     measured = records.select(row for row in inside if complete[row])
     departed = sum(begin <= when < end for when in records["end"])
     in_flight = _mean_in_flight(records, begin, end)
@@ -218,7 +237,7 @@ def observe(
         unanswered=unanswered,
         errors=run.errors,
         window_s=window_s,
-        arrived=len(inside),
+        arrived=len(inside) + unsent,
         departed=departed,
         mean_in_flight=in_flight,
         users=users,
@@ -243,6 +262,7 @@ def observe(
         client={
             "cpu_share": evidence.client_cpu_share,
             "prepared_s": run.prepared_s,
+            "worst_wake_s": run.worst_wake_s,
             "mean_in_flight": in_flight,
             **({"foreign_cpu_share": foreign} if foreign is not None else {}),
         },

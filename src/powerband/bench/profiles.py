@@ -17,6 +17,7 @@ from powerband.load import prompts
 _SPARE = 1.5  # samples beyond what the highest percentile needs
 _LEAST_WINDOW_S = 10.0
 _CLOSE = 1.1  # the climb ends when the lowest rate that breaks is this near to the highest that holds
+_STEP = 1.5
 _LARGEST_STEPS = 12
 
 
@@ -35,15 +36,14 @@ class Amount:
         workload, rate = workload.with_seed(seed), workload.rate_per_s
         if rate is None and workload.trace:
             rate = prompts.recorded_rate(workload, base=self.base)
-        requests = self.requests
         if rate is None:  # a closed loop: nobody knows its rate beforehand
-            window = self.window_s or _LEAST_WINDOW_S
-            return Plan(workload, window, requests or max(200, 4 * prompts.users(workload)), hopeless)
+            counted = self.requests is not None and self.window_s is None
+            requests = self.requests or max(200, 4 * prompts.users(workload))
+            return Plan(workload, self.window_s or _LEAST_WINDOW_S, requests, hopeless, counted)
         if self.window_s is not None:
-            return Plan(workload, self.window_s, requests or max(1, round(rate * self.window_s)), hopeless)
-        window = (requests or enough(slo)) / rate
-        window = window if requests else max(_LEAST_WINDOW_S, window)
-        return Plan(workload, window, max(1, round(rate * window)), hopeless)
+            return Plan(workload, self.window_s, max(1, round(rate * self.window_s)), hopeless)
+        requests = self.requests or max(enough(slo), math.ceil(rate * _LEAST_WINDOW_S))
+        return Plan(workload, requests / rate, requests, hopeless, counted=True)
 
 
 def enough(slo: SLO | None) -> int:
@@ -72,7 +72,7 @@ def sweep(workload: Workload, slo: SLO | None, amount: Amount, *, rates: Sequenc
 
 
 def climb(workload: Workload, slo: SLO, amount: Amount, *, start_per_s: float, blocks: int) -> Steps:
-    """Find the highest rate that keeps the SLO: double until it breaks, halve the bracket, confirm the answer."""
+    """Find the highest rate that keeps the SLO: step up until it breaks, halve the bracket, confirm the answer."""
     number = 0
     holds, breaks = 0.0, math.inf
     rate = start_per_s
@@ -90,9 +90,9 @@ def climb(workload: Workload, slo: SLO, amount: Amount, *, start_per_s: float, b
         else:
             breaks = rate
         if holds and math.isinf(breaks):
-            rate = holds * 2
+            rate = holds * _STEP
         elif not holds:
-            rate = breaks / 4
+            rate = breaks / _STEP
         else:
             rate = math.sqrt(holds * breaks)
     while holds:

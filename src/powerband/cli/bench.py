@@ -37,6 +37,7 @@ def bench(
     blocks: Annotated[int, typer.Option(min=1, help="Measure each level (of a climb: the answer) so many times.")] = 1,
     seed: Annotated[int | None, typer.Option(help="Other requests of the same kind.")] = None,
     max_in_flight: Annotated[int, typer.Option(min=0, help="Hold back what exceeds this; its wait is counted.")] = 0,
+    senders: Annotated[int, typer.Option(min=1, help="Threads that send; one carries 100,000 tokens/s.")] = 1,
     price: Annotated[float | None, typer.Option(help="What the machine costs per hour.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Model folder or GGUF whose tokenizer counts.")] = None,
     engine: Annotated[str | None, typer.Option(help="vllm, llamacpp, openai or fake; guessed from the model.")] = None,
@@ -61,9 +62,21 @@ def bench(
     if what == "golden" and engine is None:
         engine = "fake"
     order = _order(
-        workload, slo=slo, profile=profile, rate=rate, users=users, rates=rates, duration=duration,
-        requests=requests, blocks=blocks, seed=seed, limit=max_in_flight, price=price, tokenizer=tokenizer,
-    )  # fmt: skip
+        workload,
+        slo=slo,
+        profile=profile,
+        rate=rate,
+        users=users,
+        rates=rates,
+        duration=duration,
+        requests=requests,
+        blocks=blocks,
+        seed=seed,
+        limit=max_in_flight,
+        senders=senders,
+        price=price,
+        tokenizer=tokenizer,
+    )
     deployment = given.deployment(what, engine=engine, settings=set_ or [], host=None, port=None)
     prepared = local.prepare(deployment, engine_path=engine_path)
     for problem in prepared.problems:
@@ -88,6 +101,7 @@ def _order(
     blocks: int,
     seed: int | None,
     limit: int,
+    senders: int,
     price: float | None,
     tokenizer: str | None,
 ) -> Order:
@@ -130,6 +144,7 @@ def _order(
         ),
         blocks=blocks,
         limit=limit,
+        senders=senders,
         price_per_h=price,
         tokenizer=tokenizer,
         command="powerband " + shlex.join(sys.argv[1:]),
@@ -199,6 +214,8 @@ class _Shown:
         now = progress.elapsed_s
         if steering.warm_s is None:
             phase = f"warming up, {now:.0f} s"
+        elif plan.counted and steering.over_s is None:
+            phase = f"measuring, {max(0, plan.requests - steering.counted)} requests left"
         elif now < steering.end_s:
             phase = f"measuring, {steering.end_s - now:.0f} s left"
         else:

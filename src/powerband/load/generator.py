@@ -40,13 +40,12 @@ class Run:
 
     records: Records = field(default_factory=Records)
     started_ns: int = 0
-    started_unix_s: float = 0.0
     prepared_s: float = 0.0
     elapsed_s: float = 0.0
     client_cpu_s: float = 0.0  # of the thread that sends and reads
     worst_wake_s: float = 0.0
     errors: dict[str, int] = field(default_factory=dict)
-    unsent: int = 0
+    unsent_due: array[int] = field(default_factory=lambda: array("q"))  # when those were due that were never sent
 
 
 def drive(
@@ -54,11 +53,12 @@ def drive(
     traffic: Traffic,
     *,
     limit: int = 0,
+    senders: int = 1,
     until: Callable[[Progress, Records], bool] = lambda *_: False,
 ) -> Run:
     """Send the traffic and record what comes; end when all is answered, or when `until` says so."""
     run, began = Run(), time.monotonic()
-    line = wire.connect(target, limit=limit)
+    line = wire.connect(target, limit=limit, senders=senders)
     try:
         sender = _Sender(line, target, traffic)
         sender.top_up()
@@ -66,7 +66,6 @@ def drive(
             line.warm(min(1024, prompts.users(traffic.workload) or 16))
         run.prepared_s = time.monotonic() - began
         run.started_ns = time.monotonic_ns() + _LEAD_NS
-        run.started_unix_s = time.time() + _LEAD_NS / 1e9
         sender.start(run.started_ns)
         try:
             _follow(line, sender, run, until)
@@ -115,8 +114,7 @@ class _Sender:
         self.bytes_ahead, self.next, self.start_ns = 0, 0, 0
         self.waiting: list[tuple[int, bytes]] = []  # encoded before the clock is started
         self.chats: dict[int, Messages] = {}  # of sessions that go on
-        path = "/v1/chat/completions" if traffic.workload.api == "chat" else "/v1/completions"
-        self.path = path
+        self.path = "/v1/chat/completions" if traffic.workload.api == "chat" else "/v1/completions"
         self.think_ns = int((traffic.workload.turns.think_s if traffic.workload.turns else 0) * 1e9)
 
     @property
@@ -184,7 +182,7 @@ class _Sender:
         request = finished.id
         self.bytes_ahead -= self.outstanding.pop(request, 0)
         if finished.outcome == OUTCOMES.index("cancelled") and not finished.sent:
-            run.unsent += 1
+            run.unsent_due.append(finished.due - self.start_ns)
             return
         lines = list(_json_lines(finished.kept))
         _record(finished, lines, run, start_ns=self.start_ns, asked=self.traffic.output_tokens[request])

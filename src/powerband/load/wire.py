@@ -52,8 +52,8 @@ class Target:
         return "\r\n".join([*lines, "", ""]).encode()
 
 
-def connect(target: Target, *, limit: int = 0) -> Any:
-    """Return a wire to the target; its name is looked up once, before any clock runs."""
+def connect(target: Target, *, limit: int = 0, senders: int = 1) -> Any:
+    """Return a wire to the target, or several as one; its name is looked up once, before any clock runs."""
     parts = urlsplit(target.url)
     port = parts.port or (443 if target.secure else 80)
     try:
@@ -62,7 +62,41 @@ def connect(target: Target, *, limit: int = 0) -> Any:
         raise InputError(f"{target.host} cannot be found: {error}", hint="check the URL") from None
     if target.secure or compiled is None:
         return pure.Wire(str(address), str(port), limit, tls=target.host if target.secure else None)
-    return compiled.Wire(str(address), str(port), limit)
+    if senders == 1:
+        return compiled.Wire(str(address), str(port), limit)
+    return _Several([compiled.Wire(str(address), str(port), -(-limit // senders)) for _ in range(senders)])
+
+
+class _Several:
+    """Several compiled wires that look like one: each is a thread that holds no lock of Python's."""
+
+    def __init__(self, wires: list[Any]) -> None:
+        self.wires = wires
+
+    def submit(self, id: int, due_ns: int, data: bytes, chain: int, after_ns: int, whole: bool) -> None:
+        wire = self.wires[(chain if chain >= 0 else id) % len(self.wires)]
+        wire.submit(id, due_ns, data, chain, after_ns, whole)
+
+    def warm(self, count: int) -> None:
+        for wire in self.wires:
+            wire.warm(-(-count // len(self.wires)))
+
+    def collect(self, seconds: float) -> list[Any]:
+        return [one for wire in self.wires for one in wire.collect(seconds / len(self.wires))]
+
+    def stop(self) -> None:
+        for wire in self.wires:
+            wire.stop()
+
+    def state(self) -> dict[str, int]:
+        """Add up what the threads tell; lateness and CPU are those of the busiest."""
+        states = [wire.state() for wire in self.wires]
+        worst = ("worst_wake_ns", "cpu_ns")
+        return {key: (max if key in worst else sum)(state[key] for state in states) for key in states[0]}
+
+    def close(self) -> None:
+        for wire in self.wires:
+            wire.close()
 
 
 def kind(target: Target) -> str:

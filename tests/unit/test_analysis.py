@@ -1,0 +1,215 @@
+"""From records to figures: against numbers computed another way."""
+
+import math
+import random
+import statistics as oracle
+from pathlib import Path
+
+import pytest
+
+from powerband import metrics
+from powerband.bench import analysis, compare, profiles, reconcile
+from powerband.bench.level import Plan
+from powerband.bench.profiles import Amount
+from powerband.core.measurement import GRID, Distribution, Level, Measurement, Promise, Timeline
+from powerband.core.records import Records
+from powerband.core.slo import SLO
+from powerband.core.workload import Workload
+from powerband.store import records as files
+
+WORKLOAD = Workload.model_validate(
+    {
+        "arrivals": {"process": "poisson", "rate_per_s": 10},
+        "prompt": {"shape": "fixed", "tokens": 10},
+        "output": {"shape": "fixed", "tokens": 5},
+    }
+)
+
+
+def records(count: int, *, seed: int = 1, scale: float = 1.0, output: int = 5, chunks: int = 5) -> Records:
+    """Requests every 100 ms; TTFT 100 ms + an exponential part, gaps of 10 to 30 ms."""
+    rng, made = random.Random(seed), Records()
+    for number in range(count):
+        due = number * 100_000_000
+        first = due + int(scale * (100e6 + rng.expovariate(1 / 50e6)))
+        gaps = [rng.randrange(10_000, 30_000) for _ in range(chunks - 1)]
+        made.add(
+            gaps, number=number, due=due, sent=due + 1000, head=first, first=first, end=first + 1000 * sum(gaps),
+            status=200, outcome=0, done=1, retried=0, asked=output, prompt=10, output=output, chunks=chunks, finish=2,
+            engine_us=0,
+        )  # fmt: skip
+    return made
+
+
+def test_latencies_are_what_they_are_called() -> None:
+    made = records(1, output=9, chunks=5)
+    due, first, end = made["due"][0], made["first"][0], made["end"][0]
+    assert metrics.ttft(made)[0] == (first - due) / 1e9
+    assert metrics.e2e(made)[0] == (end - due) / 1e9
+    assert metrics.tpot(made)[0] == pytest.approx((end - first) / 8 / 1e9), (
+        "by the server's nine tokens, not five chunks"
+    )
+
+
+def test_percentiles_agree_with_an_oracle() -> None:
+    made = records(1000)
+    found = {name: analysis.distribution(sample) for name, sample in analysis.samples(made).items()}
+    ttft = [(first - due) / 1e9 for first, due in zip(made["first"], made["due"], strict=True)]
+    cuts = oracle.quantiles(ttft, n=100, method="inclusive")
+    for name, place in (("p50", 49), ("p90", 89), ("p95", 94), ("p99", 98)):
+        assert found["ttft"].percentiles[name].value == pytest.approx(cuts[place])
+    gaps = oracle.quantiles([gap / 1e6 for gap in made.gaps], n=100, method="inclusive")
+    assert found["itl"].percentiles["p95"].value == pytest.approx(gaps[94], rel=1e-6)
+    assert found["ttft"].mean.value == pytest.approx(oracle.fmean(ttft))
+    assert found["ttft"].unsupported == ("p99.9",)
+    assert list(found) == ["ttft", "itl", "tpot", "e2e"]
+
+
+def test_a_percentile_that_the_sample_cannot_support_is_not_there() -> None:
+    found = analysis.distribution(analysis.samples(records(60))["ttft"])
+    assert set(found.percentiles) == {"p50", "p90"}
+    assert set(found.unsupported) == {"p95", "p99", "p99.9"}
+
+
+def test_promises_count_lost_requests_as_broken() -> None:
+    made = records(400)
+    slo = SLO.model_validate({"ttft": {"p90": 0.3}})
+    within = sum(value <= 0.3 for value in metrics.ttft(made))
+    (promise,) = analysis.promises(slo, analysis.samples(made), failed=0)
+    assert promise.share.value == pytest.approx(within / 400) and promise.verdict == "kept"
+    (promise,) = analysis.promises(slo, analysis.samples(made), failed=100)
+    assert promise.share.value == pytest.approx(within / 500) and promise.verdict == "broken"
+
+
+def test_goodput_counts_requests_that_keep_every_bound() -> None:
+    made = records(300)
+    slo = SLO.model_validate({"ttft": {"p50": 0.12, "p95": 0.2}, "e2e": {"p95": 0.28}, "itl": {"p50": 0.029}})
+    expected = 0
+    for row in range(300):
+        due, first, end = made["due"][row], made["first"][row], made["end"][row]
+        gaps = made.gaps_of(row)
+        calm = sum(gap <= 29_000 for gap in gaps) >= 0.5 * len(gaps)
+        expected += (first - due) / 1e9 <= 0.2 and (end - due) / 1e9 <= 0.28 and calm
+    assert analysis.good(slo, made) == expected
+
+
+def test_records_come_back_from_disk(tmp_path: Path) -> None:
+    made = records(50)
+    files.write(tmp_path / "r.npz", made)
+    back = files.read(tmp_path / "r.npz")
+    assert back.columns == made.columns and back.gaps == made.gaps
+
+
+def test_records_in_another_order_keep_their_gaps() -> None:
+    made = records(20)
+    turned = made.select(range(19, -1, -1))
+    assert turned.gaps_of(0) == made.gaps_of(19)
+    assert turned.ordered().columns == made.columns and turned.ordered().gaps == made.gaps
+    both = records(20)
+    both.extend(made)
+    assert both.gaps_of(25) == made.gaps_of(5)
+
+
+def test_requests_that_met_an_idle_engine() -> None:
+    made = records(3)
+    for row, (sent, end) in enumerate(((0, 100), (99, 200), (200, 300))):
+        made["sent"][row], made["end"][row] = sent, end
+    assert reconcile._alone(made) == [0, 2]
+
+
+def level(seed: int, *, scale: float = 1.0, count: int = 300) -> Level:
+    found = analysis.samples(records(count, seed=seed, scale=scale))
+    return Level(
+        rate_per_s=10, seeds=(seed,), warmup_s=1, window_s=30, requests=count, failed=0, achieved_per_s=10,
+        prompt_tokens_per_s=1, output_tokens_per_s=1, tokens_per_chunk=1, client={}, verdicts=(),
+        latencies={name: analysis.distribution(sample) for name, sample in found.items()},
+        timeline=Timeline(at_s=(), in_flight=()),
+    )  # fmt: skip
+
+
+def measurement(one: Level, workload: Workload = WORKLOAD) -> Measurement:
+    return Measurement(profile="level", workload=workload, levels=(one,))
+
+
+def test_diff_sees_ten_percent_and_not_chance() -> None:
+    wrong = sum(
+        compare.compare(measurement(level(seed)), measurement(level(1000 + seed))).different for seed in range(30)
+    )
+    assert wrong <= 3
+    found = compare.compare(measurement(level(1)), measurement(level(2, scale=1.2)))
+    says = {(one.metric, one.percentile): one.says for one in found.differences}
+    assert says["ttft", "p50"] == "slower" and says["itl", "p50"] == "same"
+
+
+def test_diff_refuses_another_workload() -> None:
+    other = WORKLOAD.model_copy(update={"content": "code"})
+    assert compare.compare(measurement(level(1)), measurement(level(2), other)).obstacles
+    assert not compare.compare(measurement(level(1)), measurement(level(2), WORKLOAD.with_seed(9))).obstacles
+
+
+def test_the_kept_quantile_function_is_read_back() -> None:
+    grid = tuple(p * 10 for p in GRID)
+    for share in (0.0, 0.005, 0.5, 0.951, 0.9949, 0.997, 0.9995, 1.0):
+        assert compare._at(grid, share) == pytest.approx(share * 10)
+
+
+def test_a_measurement_reads_back_as_itself(tmp_path: Path) -> None:
+    from powerband.store import documents
+
+    whole = measurement(level(3))
+    (tmp_path / "m.json").write_text(whole.to_json())
+    assert documents.read(tmp_path / "m.json") == whole
+
+
+class Server:
+    """A made-up server that keeps its promise up to a known rate, for the climb alone."""
+
+    def __init__(self, capacity: float) -> None:
+        self.capacity, self.tried = capacity, list[float]()
+
+    def answer(self, plan: Plan) -> Level:
+        rate = plan.requests / plan.window_s
+        self.tried.append(rate)
+        fine = rate <= self.capacity
+        share = {"value": 1.0 if fine else 0.5, "low": 0.9, "high": 1.0}
+        promise = {
+            "metric": "ttft",
+            "percentile": "p95",
+            "limit_s": 1,
+            "value_s": 0.1,
+            "share": share,
+            "verdict": "kept",
+        }
+        return level(1).model_copy(update={"rate_per_s": rate, "promises": (Promise.model_validate(promise),)})
+
+
+@pytest.mark.parametrize(("capacity", "start"), [(7.3, 1.0), (0.4, 5.0), (30.0, 1.0), (1.0, 1.0)])
+def test_a_climb_ends_just_below_the_capacity(capacity: float, start: float) -> None:
+    slo = SLO.model_validate({"ttft": {"p95": 1}})
+    server, best = Server(capacity), 0.0
+    steps = profiles.climb(WORKLOAD, slo, Amount(), start_per_s=start, blocks=1)
+    plan, _ = next(steps)
+    while True:
+        found = server.answer(plan)
+        best = max(best, found.rate_per_s or 0.0) if profiles.keeps(found) else best
+        try:
+            plan, _ = steps.send(found)
+        except StopIteration:
+            break
+    assert capacity / 1.15 <= best <= capacity
+    assert len(server.tried) <= 16
+    assert server.tried[-1] == pytest.approx(best, rel=0.02), "the answer is measured again"
+
+
+def test_amounts() -> None:
+    slo = SLO.model_validate({"ttft": {"p95": 1}})
+    plan = Amount().plan(WORKLOAD, slo)
+    assert plan.requests == 150 and plan.window_s == pytest.approx(15)
+    assert Amount(window_s=4).plan(WORKLOAD, slo).requests == 40
+    assert Amount(requests=30).plan(WORKLOAD, slo).window_s == pytest.approx(3)
+    seeds = {Amount(seed=5).plan(WORKLOAD, slo, block=block).workload.seed for block in range(3)}
+    assert seeds == {5, 6, 7}, "every block has requests of its own"
+    closed = Amount(requests=30).plan(WORKLOAD.with_users(4), slo)
+    assert closed.counted and closed.requests == 30
+    assert not math.isinf(closed.window_s)
+    assert isinstance(level(1).latencies["ttft"], Distribution)
