@@ -91,7 +91,7 @@ def starved_client() -> Outcome:
 def more_than_it_can() -> Outcome:
     """Two places, and requests for eight."""
     knobs = ["--set", "max_num_seqs=2", "--set", "ttft_s=100ms", "--set", "itl_s=10ms"]
-    return bench("--engine", "fake", *knobs, "--duration", "8s")
+    return bench("--engine", "fake", *knobs, "--duration", "4s")
 
 
 def capped_below_users() -> Outcome:

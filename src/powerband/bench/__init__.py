@@ -19,6 +19,7 @@ from powerband.bench import profiles
 from powerband.bench.level import Bench, Block, Plan, Steering, pool
 from powerband.bench.profiles import Amount
 from powerband.core.measurement import Level, Measurement
+from powerband.core.records import Records
 from powerband.core.slo import SLO
 from powerband.core.workload import Workload
 from powerband.engines.base import Engine
@@ -30,7 +31,7 @@ from powerband.load.wire import Target
 from powerband.runtime.replica import Replica
 
 Profile = Literal["level", "sweep", "climb"]
-_PROBE_USERS = 8
+_PROBE_USERS, _PROBE_SHARE = 8, 0.7
 
 
 @dataclass(frozen=True)
@@ -145,12 +146,15 @@ async def _steps(own: Bench, order: Order) -> profiles.Steps:
 
 
 async def _first_guess(own: Bench, workload: Workload) -> float:
-    """Return where a climb begins: at half of what a few users who never pause get answered."""
+    """Return where a climb begins: somewhat below what a few users who never pause get answered."""
     probe = workload.with_users(_PROBE_USERS).with_seed(workload.seed + 2**31)
-    traffic = prompts.prepare(probe, 3 * _PROBE_USERS, vocabulary=own.vocabulary, base=own.base)
-    run = await asyncio.to_thread(generator.drive, own.target, traffic, until=lambda *_: own.stopping.is_set())
-    answered = sum(run.records.complete())
-    return max(0.01, answered / max(0.001, run.elapsed_s) / 2)
+    traffic = prompts.prepare(probe, 4 * _PROBE_USERS, vocabulary=own.vocabulary, base=own.base)
+
+    def enough(_: Progress, records: Records) -> bool:
+        return own.stopping.is_set() or len(records) >= 2 * _PROBE_USERS
+
+    run = await asyncio.to_thread(generator.drive, own.target, traffic, until=enough)
+    return max(0.01, _PROBE_SHARE * sum(run.records.complete()) / max(0.001, run.elapsed_s))
 
 
 def _best(levels: Sequence[Level]) -> int | None:

@@ -15,7 +15,7 @@ from powerband.core.records import Records
 from powerband.core.slo import SLO
 from powerband.core.workload import Workload
 
-LATE_S = 0.010  # a client that sends later than this, and later than this part of the TTFT, is measured itself
+LATE_S = 0.010  # a client that sends later than this, and than this part of the TTFT at a percentile, measures itself
 LATE_SHARE = 0.05
 CLIENT_CPU = 0.85  # of one core
 SHORTFALL = 0.05
@@ -65,11 +65,13 @@ def client_late(evidence: Evidence) -> Finding | None:
         return said, "give it more --senders, send from another machine, or lower the load"
     if evidence.capped or not len(evidence.records):
         return None
-    lag = statistics.quantile(sorted(metrics.send_lag(evidence.records)), 0.99)
-    usual = statistics.quantile(sorted(metrics.ttft(evidence.records)), 0.5)
-    if lag <= max(LATE_S, LATE_SHARE * usual):
-        return None
-    return f"the client sent up to {lag * 1e3:.0f} ms late (p99)", "free the client's CPU, or lower the load"
+    lags, waits = sorted(metrics.send_lag(evidence.records)), sorted(metrics.ttft(evidence.records))
+    for percentile in (50, 95, 99):
+        lag = statistics.quantile(lags, percentile / 100)
+        if lag > max(LATE_S, LATE_SHARE * statistics.quantile(waits, percentile / 100)):
+            said = f"the client sent {lag * 1e3:.0f} ms late (p{percentile})"
+            return said, "free the client's CPU, or lower the load"
+    return None
 
 
 def overload(evidence: Evidence) -> Finding | None:
@@ -225,6 +227,10 @@ GUARDS: dict[str, Guard] = {
     "steady state": unsteady,
     "foreign load": foreign_load,
 }
+
+
+# What speaks of the measuring and not of the load: the same load may be held again.
+TROUBLE = frozenset({"client", "repeated prompts", "token counts", "engine restart", "sample size", "foreign load"})
 
 
 def judge(evidence: Evidence) -> Iterator[Verdict]:

@@ -7,6 +7,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from powerband.bench import guards
 from powerband.bench.level import Plan
 from powerband.core import statistics
 from powerband.core.measurement import Level
@@ -18,6 +19,7 @@ _SPARE = 1.5  # samples beyond what the highest percentile needs
 _LEAST_WINDOW_S = 10.0
 _CLOSE = 1.1  # the climb ends when the lowest rate that breaks is this near to the highest that holds
 _STEP = 1.5
+_TRIES = 3
 _LARGEST_STEPS = 12
 
 
@@ -84,7 +86,10 @@ def climb(workload: Workload, slo: SLO, amount: Amount, *, start_per_s: float, b
         return replace(short, window_s=short.window_s * longer, requests=short.requests * longer)
 
     while number < _LARGEST_STEPS and breaks > holds * _CLOSE:
-        level = yield plan(rate), False
+        for _ in range(_TRIES):
+            level = yield plan(rate), False
+            if not troubled(level):
+                break
         if keeps(level):
             holds = rate
         else:
@@ -95,13 +100,19 @@ def climb(workload: Workload, slo: SLO, amount: Amount, *, start_per_s: float, b
             rate = breaks / _STEP
         else:
             rate = math.sqrt(holds * breaks)
-    while holds:
-        level = yield plan(holds, longer=2), False
-        for _ in range(blocks - 1):
-            level = yield plan(holds, longer=2), True
-        if keeps(level) or number >= 2 * _LARGEST_STEPS:
+    while holds and number < 2 * _LARGEST_STEPS:
+        for block in range(blocks):
+            level = yield plan(holds, longer=2), block > 0
+        if keeps(level):
             return
-        holds /= _CLOSE
+        if not troubled(level):
+            holds /= _CLOSE
+
+
+def troubled(level: Level) -> bool:
+    """Tell whether a level says nothing about its load, because something disturbed the measuring."""
+    refused = {one.guard for one in level.verdicts if not one.valid}
+    return bool(refused) and refused <= guards.TROUBLE and not level.stopped_early
 
 
 def keeps(level: Level) -> bool:

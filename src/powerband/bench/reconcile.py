@@ -31,12 +31,13 @@ def agreements(records: Records, watch: Watch, places: list[int], started_ns: in
         spoke = [row for row, when in enumerate(records["first"]) if begin <= when < end]
         total = (last.ttft_total_s or 0) - (first.ttft_total_s or 0)
         mean = total / (last.ttft_count - first.ttft_count)
-        found.append(Agreement(what="mean TTFT in s, from the send time", client=_waited(records, spoke), engine=mean))
+        what = "mean TTFT in s, from the answer's head"
+        found.append(Agreement(what=what, client=_waited(records, spoke), engine=mean))
     alone = [row for row in _alone(records) if records["engine_us"][row]]
     if len(alone) >= _LEAST_ALONE:
         mean = sum(records["engine_us"][row] for row in alone) / 1e6 / len(alone)
         what = "mean TTFT in s, from the answer's head, of requests that met an idle engine"
-        found.append(Agreement(what=what, client=_waited(records, alone, since="head"), engine=mean))
+        found.append(Agreement(what=what, client=_waited(records, alone), engine=mean))
     return found
 
 
@@ -49,9 +50,12 @@ def known_share(traffic: Traffic, records: Records) -> float:
     return template + (1 - template) * traffic.prefix_share()
 
 
-def _waited(records: Records, rows: Sequence[int], *, since: str = "sent") -> float:
-    """Return the mean time from sending, or from the answer's head, to the first content."""
-    return sum(records["first"][row] - records[since][row] for row in rows) / 1e9 / max(1, len(rows))
+def _waited(records: Records, rows: Sequence[int]) -> float:
+    """Return the mean time from the answer's head to the first content.
+
+    Both engines send the head when they take a request up, before it waits or is computed; their own clocks start then.
+    """
+    return sum(records["first"][row] - records["head"][row] for row in rows) / 1e9 / max(1, len(rows))
 
 
 def _alone(records: Records) -> list[int]:

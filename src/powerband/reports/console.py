@@ -39,11 +39,13 @@ def answer(found: Measurement) -> Level | None:
 
 def _levels(found: Measurement) -> Table:
     table = Table(title=f"{found.name}: {found.workload.name or 'workload'}, {found.profile}", title_justify="left")
-    for heading in ("load", "requests", "TTFT p50", "TTFT p95", "ITL p95", "TPOT p95", "out tok/s", "within SLO", ""):
+    columns = (("ttft", "p50"), ("ttft", promised(found, "ttft")), ("itl", "p95"), ("tpot", promised(found, "tpot")))
+    told = [f"{metric.upper()} {name}" for metric, name in columns]
+    for heading in ("load", "requests", *told, "out tok/s", "within SLO", ""):
         table.add_column(heading, justify="left" if not heading else "right")
     for number, level in enumerate(found.levels):
         cells = [level.load, str(level.requests)]
-        for metric, name in (("ttft", "p50"), ("ttft", "p95"), ("itl", "p95"), ("tpot", "p95")):
+        for metric, name in columns:
             one = level.latencies.get(metric)
             cells.append(words.seconds(one.percentiles[name].value) if one and name in one.percentiles else "-")
         cells += [words.number(level.output_tokens_per_s)]
@@ -51,6 +53,12 @@ def _levels(found: Measurement) -> Table:
         style = "bold" if number == found.best else "" if level.valid else "dim"
         table.add_row(*cells, verdict(level, found), style=style)
     return table
+
+
+def promised(found: Measurement, metric: str) -> str:
+    """Return the highest percentile that the SLO promises of a latency; p95 where it promises none."""
+    bounds = getattr(found.slo, metric, None) or {} if found.slo else {}
+    return max(bounds, key=lambda name: float(name[1:]), default="p95")
 
 
 def verdict(level: Level, found: Measurement) -> str:

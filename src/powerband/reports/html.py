@@ -82,7 +82,8 @@ def _cards(found: Measurement, level: Level) -> str:
         )
     for metric in ("ttft", "tpot"):
         latency = level.latencies.get(metric)
-        name = next((name for name in ("p95", "p90", "p50") if latency and name in latency.percentiles), None)
+        wanted = (console.promised(found, metric), "p95", "p90", "p50")
+        name = next((name for name in wanted if latency and name in latency.percentiles), None)
         if latency and name:
             one = latency.percentiles[name]
             span = f"{words.seconds(one.low)} to {words.seconds(one.high)}"
@@ -115,14 +116,15 @@ def _charts(found: Measurement, level: Level) -> str:
 
 
 def _against_load(found: Measurement, metric: str) -> Chart | None:
-    """Latency against load, with intervals and the SLO's line."""
+    """Latency against load, with intervals and the SLO's line; of a load held twice the line takes the last."""
+    names = ("p50", console.promised(found, metric))
     rows = sorted(
         (one for one in found.levels if metric in one.latencies and one.rate_per_s), key=lambda one: one.rate_per_s or 0
     )
     values = [
         one.latencies[metric].percentiles[name]
         for one in rows
-        for name in ("p50", "p95")
+        for name in names
         if name in one.latencies[metric].percentiles
     ]
     if not values:
@@ -141,23 +143,18 @@ def _against_load(found: Measurement, metric: str) -> Chart | None:
         log_y=True,
         y_text=words.seconds,
     )
-    for name, css in (("p50", "first"), ("p95", "second")):
+    for name, css in zip(names, ("first", "second"), strict=True):
         points = [
             (one.rate_per_s or 0.0, one.latencies[metric].percentiles[name], one)
             for one in rows
             if name in one.latencies[metric].percentiles
         ]
-        chart.line([(rate, value.value) for rate, value, _ in points], css, label=name)
+        chart.line(sorted({rate: value.value for rate, value, _ in points}.items()), css, label=name)
         chart.dots(
             [
-                (
-                    rate,
-                    value.value,
-                    value.low,
-                    value.high,
-                    f"{one.load}: {name} {words.ranged(value)}; {console.verdict(one, found)}",
-                )
+                (rate, value.value, value.low, value.high, f"{one.load}: {name} {words.ranged(value)}; {said}")
                 for rate, value, one in points
+                if (said := console.verdict(one, found))
             ],
             css,
         )
@@ -242,27 +239,23 @@ def _percentiles(level: Level) -> str:
 
 def _levels(found: Measurement) -> str:
     rows = []
+    columns = (
+        ("ttft", "p50"),
+        ("ttft", console.promised(found, "ttft")),
+        ("tpot", console.promised(found, "tpot")),
+        ("itl", "p99"),
+    )
     for number, one in enumerate(found.levels):
         cells = [one.load, str(one.requests), words.number(one.achieved_per_s)]
-        for metric, name in (("ttft", "p50"), ("ttft", "p95"), ("tpot", "p95"), ("itl", "p99")):
+        for metric, name in columns:
             latency = one.latencies.get(metric)
             known = latency and name in latency.percentiles
             cells.append(words.seconds(latency.percentiles[name].value) if latency and known else "-")
         cells += [words.number(one.output_tokens_per_s), words.share(one.attainment) if one.attainment else "-"]
         said = escape(console.verdict(one, found))
         rows.append([*cells, f"<b class='good'>{said}</b>" if number == found.best else said])
-    heads = [
-        "load",
-        "requests",
-        "answered/s",
-        "TTFT p50",
-        "TTFT p95",
-        "TPOT p95",
-        "ITL p99",
-        "out tok/s",
-        "within SLO",
-        "",
-    ]
+    told = [f"{metric.upper()} {name}" for metric, name in columns]
+    heads = ["load", "requests", "answered/s", *told, "out tok/s", "within SLO", ""]
     return f"<section><h2>Every level, in the order tried</h2>{_table(heads, rows, css='told')}</section>"
 
 
