@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from powerband import catalog
@@ -39,6 +39,7 @@ def test_the_same_seed_is_the_same_traffic() -> None:
     assert one.due_s == other.due_s and one.output_tokens == other.output_tokens
 
 
+@settings(deadline=None)
 @given(seeds=st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)).filter(lambda pair: pair[0] != pair[1]))
 def test_another_seed_shares_no_prompt(seeds: tuple[int, int]) -> None:
     own = []

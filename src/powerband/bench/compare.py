@@ -12,7 +12,7 @@ from powerband.core.measurement import GRID, Distribution, Level, Measurement
 from powerband.core.statistics import Interval
 
 MARGIN = 0.01  # a difference within this is none that anybody would act on
-RESOLUTION_S = 0.0002  # nor is one that the clock on the wire can hardly see
+RESOLUTION_S = 0.001  # nor is one that is no larger than what the instrument itself may be off
 COMPARED = (50.0, 95.0)
 _LOADS_ALIKE = 0.02
 Say = Literal["slower", "faster", "same"]

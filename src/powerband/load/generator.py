@@ -17,7 +17,8 @@ from powerband.load.pure import Finished
 from powerband.load.wire import Target
 
 _AHEAD_BYTES = 128 * 2**20  # encoded requests that wait for their time
-_AHEAD_REQUESTS = 1000
+_AHEAD_REQUESTS = 1000  # of a closed loop
+_AHEAD_S, _NEAR_S = 5.0, 1.0
 _LEAD_NS = 50_000_000
 _TICK_S = 0.05
 _DRAIN_TICKS = 40
@@ -133,10 +134,17 @@ class _Sender:
         """Encode the next requests while there is room."""
         by_users = self.users and self.turns > 1  # the next session of a user waits for the last turn
         most = min(len(self.traffic), self.users) if by_users else len(self.traffic)
-        ahead = max(_AHEAD_REQUESTS, 2 * self.users)
-        while self.next < most and self.bytes_ahead < _AHEAD_BYTES and len(self.outstanding) < ahead:
+        now_s = (time.monotonic_ns() - self.start_ns) / 1e9 if self.start_ns else 0.0
+        while self.next < most and not self._far_enough(now_s):
             self._open_session(self.next)
             self.next += 1
+
+    def _far_enough(self, now_s: float) -> bool:
+        """Tell whether the next request can wait; never one whose time is near, however many are out."""
+        if self.users:
+            return len(self.outstanding) >= max(_AHEAD_REQUESTS, 2 * self.users)
+        lead_s = self.traffic.due_s[self.next] - now_s
+        return lead_s > _AHEAD_S or (lead_s > _NEAR_S and self.bytes_ahead >= _AHEAD_BYTES)
 
     def _open_session(self, number: int, *, due_ns: int | None = None) -> None:
         chat = self.traffic.messages(number)
