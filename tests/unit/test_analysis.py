@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from powerband import metrics
-from powerband.bench import analysis, compare, profiles, reconcile
+from powerband.bench import _best, analysis, compare, profiles, reconcile
 from powerband.bench.level import Plan
 from powerband.bench.profiles import Amount
-from powerband.core.measurement import GRID, Distribution, Level, Measurement, Promise, Timeline
+from powerband.core.measurement import GRID, Distribution, Level, Measurement, Promise, Timeline, Verdict
 from powerband.core.records import Records
 from powerband.core.slo import SLO
 from powerband.core.workload import Workload
@@ -161,6 +161,37 @@ def test_a_measurement_reads_back_as_itself(tmp_path: Path) -> None:
     assert documents.read(tmp_path / "m.json") == whole
 
 
+def held(rate: float, *, keeps: bool, refused: tuple[str, ...] = ()) -> Level:
+    share = {"value": 1.0 if keeps else 0.5, "low": 0.5, "high": 1.0}
+    promise = {"metric": "ttft", "percentile": "p95", "limit_s": 1, "value_s": 0.1, "share": share, "verdict": "kept"}
+    verdicts = tuple(Verdict(guard=guard, valid=False, sentence="") for guard in refused)
+    of = {"rate_per_s": rate, "promises": (Promise.model_validate(promise),), "verdicts": verdicts}
+    return level(1, count=20).model_copy(update=of)
+
+
+def test_the_best_load_lies_below_every_load_that_broke() -> None:
+    kept, broke = held(1.0, keeps=True), held(1.2, keeps=False)
+    assert _best([kept, broke]) == 0
+    assert _best([held(1.1, keeps=True), held(1.0, keeps=False), held(0.9, keeps=True)]) == 2, "1.1 was luck"
+    assert _best([held(1.1, keeps=True), held(1.1, keeps=False)]) is None, "the last word counts"
+    disturbed = held(0.8, keeps=True, refused=("foreign load",))
+    assert _best([kept, disturbed]) == 0, "a disturbed level says nothing"
+    assert _best([kept, held(0.8, keeps=True, refused=("overload",))]) is None
+
+
+def test_an_slo_may_want_more_answers_than_the_guard() -> None:
+    assert held(1, keeps=True).keeps_slo
+    assert not held(1, keeps=True).model_copy(update={"answered_enough": False}).keeps_slo
+
+
+def test_diff_bears_gaps_of_nothing() -> None:
+    nothing = level(1).latencies["itl"].model_copy(update={"grid": (0.0,) * len(GRID)})
+    zero = nothing.percentiles["p50"].model_copy(update={"value": 0.0})
+    nothing = nothing.model_copy(update={"percentiles": {"p50": zero}})
+    one = level(1).model_copy(update={"latencies": {"itl": nothing}})
+    assert not compare.compare(measurement(one), measurement(one)).different
+
+
 class Server:
     """A made-up server that keeps its promise up to a known rate, for the climb alone."""
 
@@ -171,16 +202,7 @@ class Server:
         rate = plan.requests / plan.window_s
         self.tried.append(rate)
         fine = rate <= self.capacity
-        share = {"value": 1.0 if fine else 0.5, "low": 0.9, "high": 1.0}
-        promise = {
-            "metric": "ttft",
-            "percentile": "p95",
-            "limit_s": 1,
-            "value_s": 0.1,
-            "share": share,
-            "verdict": "kept",
-        }
-        return level(1).model_copy(update={"rate_per_s": rate, "promises": (Promise.model_validate(promise),)})
+        return held(rate, keeps=fine)
 
 
 @pytest.mark.parametrize(("capacity", "start"), [(7.3, 1.0), (0.4, 5.0), (30.0, 1.0), (1.0, 1.0)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import platform
 import sys
 import threading
@@ -17,7 +18,7 @@ import powerband
 from powerband import engines
 from powerband.bench import profiles
 from powerband.bench.level import Bench, Block, Plan, Steering, pool
-from powerband.bench.profiles import Amount
+from powerband.bench.profiles import Amount, keeps, troubled
 from powerband.core.measurement import Level, Measurement
 from powerband.core.records import Records
 from powerband.core.slo import SLO
@@ -158,14 +159,19 @@ async def _first_guess(own: Bench, workload: Workload) -> float:
 
 
 def _best(levels: Sequence[Level]) -> int | None:
-    """Return the highest load that keeps the SLO; of one load held twice, the last word counts."""
+    """Return the highest load that keeps the SLO and lies below every load that breaks it.
+
+    Of one load held twice the last word counts; a level whose measuring was disturbed says nothing.
+    """
     last = {level.load: number for number, level in enumerate(levels)}
-    kept = [number for number in last.values() if profiles.keeps(levels[number])]
-    return max(kept, key=lambda number: (levels[number].goodput_per_s or _NOTHING).value, default=None)
+    broken = [_load(one) for one in map(levels.__getitem__, last.values()) if not (keeps(one) or troubled(one))]
+    lowest = min(broken, default=math.inf)
+    kept = [number for number in last.values() if keeps(levels[number]) and _load(levels[number]) < lowest]
+    return max(kept, key=lambda number: _load(levels[number]), default=None)
 
 
-class _NOTHING:
-    value = 0.0
+def _load(level: Level) -> float:
+    return level.rate_per_s or level.users or 0.0
 
 
 def provenance(prepared: Prepared, order: Order, own: Bench) -> dict[str, Any]:

@@ -15,6 +15,7 @@ MARGIN = 0.01  # a difference within this is none that anybody would act on
 RESOLUTION_S = 0.001  # nor is one that is no larger than what the instrument itself may be off
 COMPARED = (50.0, 95.0)
 _LOADS_ALIKE = 0.02
+_TICK_S = 1e-6  # gaps are kept in microseconds, and two contents may come in one read
 Say = Literal["slower", "faster", "same"]
 
 
@@ -49,6 +50,7 @@ def compare(first: Measurement, second: Measurement) -> Comparison:
     """Compare the loads that both were measured at; the doubt is shared over everything that is compared."""
     found = Comparison(obstacles=list(_obstacles(first, second)), notes=list(_notes(first, second)))
     pairs = [(one, other) for one in first.levels for other in second.levels if _alike(one, other)]
+    pairs = [(one, other) for one, other in pairs if one.valid and other.valid]
     if first.best is not None and second.best is not None and not pairs:
         found.obstacles.append("they were measured at different loads")
     tests = [
@@ -72,7 +74,7 @@ def _difference(
 ) -> Difference:
     p, rng = float(name[1:]) / 100, random.Random(f"{metric} {name}")
     early, late = (_draws(side, p, rng, doubt) for side in (first, second))
-    ratios = sorted(b / a for a, b in zip(early, late, strict=True) if a > 0)
+    ratios = sorted(b / max(a, _TICK_S) for a, b in zip(early, late, strict=True))
     gaps = sorted(b - a for a, b in zip(early, late, strict=True))
     low, high = statistics.quantile(ratios, doubt / 2), statistics.quantile(ratios, 1 - doubt / 2)
     values = first.percentiles[name].value, second.percentiles[name].value
@@ -81,7 +83,7 @@ def _difference(
         says = "slower"
     elif high < 1 - MARGIN and statistics.quantile(gaps, 1 - doubt / 2) < -RESOLUTION_S:
         says = "faster"
-    return Difference(level.load, metric, name, *values, Interval(values[1] / values[0], low, high), says)
+    return Difference(level.load, metric, name, *values, Interval(values[1] / max(values[0], _TICK_S), low, high), says)
 
 
 def _draws(side: Distribution, p: float, rng: random.Random, doubt: float) -> list[float]:

@@ -313,6 +313,7 @@ def pool(bench: Bench, blocks: Sequence[Block]) -> Level:
         attainment=attainment,
         goodput_per_s=goodput,
         promises=promises,
+        answered_enough=bench.slo is None or failed <= (1 - bench.slo.success) * (len(measured) + failed),
         prompt_tokens_per_s=sum(measured["prompt"]) / window_s,
         output_tokens_per_s=output_per_s,
         tokens_per_chunk=sum(metrics.tokens(measured)) / max(1, sum(measured["chunks"])),

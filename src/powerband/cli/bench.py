@@ -246,7 +246,7 @@ def _leave(found: Measurement, directory: Path, *, force: bool, json: bool) -> N
         emit({"measurement": str(directory / "measurement.json"), "report": str(directory / "report.html"),
               "valid": found.valid, **(found.to_data() if answers or force else {})})  # fmt: skip
     elif answers or force:
-        for part in console.measurement(found):
+        for part in console.measurement(found, force=force):
             out().print(part)
     if not json:
         talk().print(f"report: {directory / 'report.html'}\n  data: {directory / 'measurement.json'}")

@@ -91,6 +91,7 @@ class Level(Value):
     goodput_per_s: Estimate | None = None
     attainment: Estimate | None = None
     promises: tuple[Promise, ...] = ()
+    answered_enough: bool = Field(default=True, description="as many were answered in full as the SLO wants")
     prompt_tokens_per_s: float
     output_tokens_per_s: float
     tokens_per_chunk: float
@@ -112,8 +113,10 @@ class Level(Value):
     @property
     def keeps_slo(self) -> bool:
         """Tell whether every bound was kept, by the figure itself; the interval says how sure that is."""
-        return bool(self.promises) and all(
-            promise.share.value >= float(promise.percentile[1:]) / 100 for promise in self.promises
+        return (
+            self.answered_enough
+            and bool(self.promises)
+            and all(promise.share.value >= float(promise.percentile[1:]) / 100 for promise in self.promises)
         )
 
     @property
@@ -139,7 +142,7 @@ class Measurement(Document):
 
     @property
     def valid(self) -> bool:
-        """Tell whether what it answers with may be believed: the best level of a climb, every level otherwise."""
+        """Tell whether what it answers with may be believed: a climb's best level, some level of a sweep, the level."""
         if self.profile == "climb":
             return self.best is not None and self.levels[self.best].valid
-        return bool(self.levels) and all(level.valid for level in self.levels)
+        return any(level.valid for level in self.levels)

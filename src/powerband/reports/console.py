@@ -14,9 +14,9 @@ from powerband.core.measurement import Level, Measurement
 from powerband.reports import words
 
 
-def measurement(found: Measurement) -> Iterator[RenderableType]:
-    """Return the tables of a measurement, one after another."""
-    yield _levels(found)
+def measurement(found: Measurement, *, force: bool = False) -> Iterator[RenderableType]:
+    """Return the tables of a measurement, one after another; `force` shows the numbers of invalid levels."""
+    yield _levels(found, force=force)
     level = answer(found)
     if level is None:
         yield Text("no load keeps the SLO", "bold red")
@@ -31,13 +31,14 @@ def measurement(found: Measurement) -> Iterator[RenderableType]:
 
 
 def answer(found: Measurement) -> Level | None:
-    """Return the level that a measurement answers with: the best one, or its only one."""
+    """Return the level that a measurement answers with: the best one, or the last that is valid."""
     if found.best is not None:
         return found.levels[found.best]
-    return found.levels[-1] if found.levels and found.profile != "climb" else None
+    valid = [level for level in found.levels if level.valid] or list(found.levels)
+    return valid[-1] if valid and found.profile != "climb" else None
 
 
-def _levels(found: Measurement) -> Table:
+def _levels(found: Measurement, *, force: bool) -> Table:
     table = Table(title=f"{found.name}: {found.workload.name or 'workload'}, {found.profile}", title_justify="left")
     columns = (("ttft", "p50"), ("ttft", promised(found, "ttft")), ("itl", "p95"), ("tpot", promised(found, "tpot")))
     told = [f"{metric.upper()} {name}" for metric, name in columns]
@@ -50,6 +51,8 @@ def _levels(found: Measurement) -> Table:
             cells.append(words.seconds(one.percentiles[name].value) if one and name in one.percentiles else "-")
         cells += [words.number(level.output_tokens_per_s)]
         cells += [f"{level.attainment.value:.1%}" if level.attainment else "-"]
+        if not (level.valid or force):
+            cells[2:] = ["-"] * len(cells[2:])
         style = "bold" if number == found.best else "" if level.valid else "dim"
         table.add_row(*cells, verdict(level, found), style=style)
     return table

@@ -119,7 +119,8 @@ def _against_load(found: Measurement, metric: str) -> Chart | None:
     """Latency against load, with intervals and the SLO's line; of a load held twice the line takes the last."""
     names = ("p50", console.promised(found, metric))
     rows = sorted(
-        (one for one in found.levels if metric in one.latencies and one.rate_per_s), key=lambda one: one.rate_per_s or 0
+        (one for one in found.levels if one.valid and metric in one.latencies and one.rate_per_s),
+        key=lambda one: one.rate_per_s or 0,
     )
     values = [
         one.latencies[metric].percentiles[name]
@@ -252,6 +253,8 @@ def _levels(found: Measurement) -> str:
             known = latency and name in latency.percentiles
             cells.append(words.seconds(latency.percentiles[name].value) if latency and known else "-")
         cells += [words.number(one.output_tokens_per_s), words.share(one.attainment) if one.attainment else "-"]
+        if not one.valid:
+            cells[2:] = ["-"] * len(cells[2:])
         said = escape(console.verdict(one, found))
         rows.append([*cells, f"<b class='good'>{said}</b>" if number == found.best else said])
     told = [f"{metric.upper()} {name}" for metric, name in columns]
