@@ -82,8 +82,8 @@ def clean(seed: int) -> Outcome:
 
 
 def starved_client() -> Outcome:
-    """The client has no core to itself left: plain Python, and 25,600 tokens a second to read."""
-    flood = CHAT.replace("40}", "400}").replace("tokens: 16", "tokens: 64")
+    """The client has no core to itself left: plain Python, and 96,000 tokens a second to read."""
+    flood = CHAT.replace("40}", "1500}").replace("tokens: 16", "tokens: 64")
     with golden() as server:
         return bench(server.url, "--duration", "5s", workload=flood, env={"POWERBAND_PURE": "1"})
 

@@ -239,6 +239,10 @@ int main(int argc, char **argv) {
     }
     struct sigaction act = {.sa_handler = on_term};
     sigaction(SIGTERM, &act, NULL);
+    sigset_t term, open;
+    sigemptyset(&term);
+    sigaddset(&term, SIGTERM);
+    sigprocmask(SIG_BLOCK, &term, &open); /* it is let through only while waiting, so it cannot slip in before the wait */
     signal(SIGPIPE, SIG_IGN);
     int one = 1, listener = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
     setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
@@ -263,7 +267,7 @@ int main(int argc, char **argv) {
         }
         struct itimerspec at = {.it_value = {due / 1000000000, due % 1000000000}};
         timerfd_settime(timer, TFD_TIMER_ABSTIME, &at, NULL);
-        int n = epoll_wait(epoll_fd, events, 256, -1);
+        int n = epoll_pwait(epoll_fd, events, 256, -1, &open);
         for (int i = 0; i < n; i++) {
             void *who = events[i].data.ptr;
             if (who == &listener_mark) {

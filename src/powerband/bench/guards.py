@@ -175,10 +175,7 @@ def restarted(evidence: Evidence) -> Finding | None:
 
 def too_few(evidence: Evidence) -> Finding | None:
     """Not enough requests for the percentiles that the SLO speaks of."""
-    highest = 0.5
-    if evidence.slo:
-        bounds = [evidence.slo.ttft, evidence.slo.tpot, evidence.slo.e2e]
-        highest = max((float(key[1:]) / 100 for one in bounds for key in one or ()), default=0.5)
+    highest = evidence.slo.highest if evidence.slo else 0.5
     need = statistics.needed(highest)
     if len(evidence.records) >= need:
         return None

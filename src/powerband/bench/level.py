@@ -26,6 +26,7 @@ from powerband.store import records as record_files
 
 _LEAST_WARM_S = 1.0
 _USUAL_WARM_S, _MOST_WARM_S = 15.0, 60.0  # the longer one where answers take long
+_FIRST_ANSWERS = 10  # how long an answer takes before a queue has built up
 _LEAST_DRAIN_S = 10.0
 _HOPELESS_TICKS = 20  # of 50 ms
 _MOST_POINTS = 300  # of a timeline
@@ -126,7 +127,8 @@ class Steering:
         self.hopeless = 0
         self.early: str | None = None
         self.died: str | None = None
-        self.longest_s = 0.0
+        self.longest_s = self.unhurried_s = 0.0
+        self.beyond = [0] * len(slo.bounds()) if slo else []  # answers of the window beyond each bound
         self.counted = 0  # answers within the window so far
         self.over_s: float | None = None
         self._looked = 0
@@ -143,7 +145,9 @@ class Steering:
         self.seen.append((now, progress.in_flight))
         for row in range(self._looked, len(records)):
             self.longest_s = max(self.longest_s, (records["end"][row] - records["sent"][row]) / 1e9)
+            self.unhurried_s = self.longest_s if row < _FIRST_ANSWERS else self.unhurried_s
             self.counted += self.warm_s is not None and records["end"][row] >= self.warm_s * 1e9
+        self._count_beyond(records)
         self._looked = len(records)
         if self.died:
             self.early = f"the engine died ({self.died})"
@@ -151,6 +155,8 @@ class Steering:
             self.early = "interrupted"
         elif self.plan.stop_hopeless and self._is_hopeless(progress):
             self.early = "far more requests wait than the SLO allows"
+        elif self.plan.stop_hopeless and self._is_lost():
+            self.early = "more answers are late than the SLO allows"
         if self.early:
             self.warm_s = self.warm_s if self.warm_s is not None else now
             return True
@@ -169,7 +175,7 @@ class Steering:
 
     def _is_warm(self, now: float, finished: int) -> bool:
         """As many leave as arrive: one answer's time has passed, and no more are in flight than a while ago."""
-        if now >= min(_MOST_WARM_S, max(_USUAL_WARM_S, 2 * self.longest_s)):
+        if now >= min(_MOST_WARM_S, max(_USUAL_WARM_S, 2 * self.unhurried_s)):
             return True
         if now < _LEAST_WARM_S or finished < 5 or now < 1.5 * self.longest_s:
             return False
@@ -195,6 +201,23 @@ class Steering:
         crowd = 3 * max(limits) * rate + 5
         self.hopeless = self.hopeless + 1 if progress.silent > crowd else 0
         return self.hopeless >= _HOPELESS_TICKS
+
+    def _count_beyond(self, records: Records) -> None:
+        if not self.slo or not self.plan.stop_hopeless or self.warm_s is None or self._looked == len(records):
+            return
+        fresh = range(self._looked, len(records))
+        inside = records.select(
+            row for row in fresh if records["due"][row] >= self.warm_s * 1e9 and records["first"][row]
+        )
+        for place, (metric, _, limit) in enumerate(self.slo.bounds()):
+            if metric in metrics.PER_REQUEST:
+                self.beyond[place] += sum(value > limit for value in metrics.PER_REQUEST[metric](inside))
+
+    def _is_lost(self) -> bool:
+        """So many answers of the window are beyond a bound that the rest cannot make up for them."""
+        bounds = self.slo.bounds() if self.slo else ()
+        allowed = ((1 - p) * self.plan.requests for _, p, _ in bounds)
+        return any(late > most + 1 for late, most in zip(self.beyond, allowed, strict=True))
 
     def _unanswered(self, progress: Progress, records: Records) -> bool:
         """Tell whether a request of the window is still out."""

@@ -50,9 +50,7 @@ class Amount:
 
 def enough(slo: SLO | None) -> int:
     """Return how many requests the SLO's highest percentile needs, with some to spare; p95 without an SLO."""
-    bounds = [slo.ttft, slo.tpot, slo.e2e] if slo else []
-    highest = max((float(key[1:]) / 100 for one in bounds for key in one or ()), default=0.95)
-    return math.ceil(statistics.needed(highest) * _SPARE)
+    return math.ceil(statistics.needed(slo.highest if slo else 0.95) * _SPARE)
 
 
 Steps = Generator[tuple[Plan, bool], Level, None]  # the plan; whether it is another block of the last level
@@ -112,7 +110,9 @@ def climb(workload: Workload, slo: SLO, amount: Amount, *, start_per_s: float, b
 def troubled(level: Level) -> bool:
     """Tell whether a level says nothing about its load, because something disturbed the measuring."""
     refused = {one.guard for one in level.verdicts if not one.valid}
-    return bool(refused) and refused <= guards.TROUBLE and not level.stopped_early
+    if level.stopped_early:  # its window was cut short
+        refused -= {"sample size", "steady state"}
+    return bool(refused) and refused <= guards.TROUBLE
 
 
 def keeps(level: Level) -> bool:

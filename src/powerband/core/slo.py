@@ -34,6 +34,18 @@ class SLO(Document):
     e2e: Bounds | None = Field(default=None, description="whole answer, from the scheduled send time")
     success: float = Field(default=0.999, gt=0, le=1, description="share of requests that must be answered in full")
 
+    def bounds(self) -> list[tuple[str, float, float]]:
+        """Return every promise as a metric, a share of requests or gaps, and the seconds that they stay below."""
+        metrics = {"ttft": self.ttft, "itl": self.itl, "tpot": self.tpot, "e2e": self.e2e}
+        return [
+            (name, float(key[1:]) / 100, limit) for name, kept in metrics.items() for key, limit in (kept or {}).items()
+        ]
+
+    @property
+    def highest(self) -> float:
+        """Return the highest percentile of a request's latency that is promised, as a share; 0.5 without one."""
+        return max((share for metric, share, _ in self.bounds() if metric != "itl"), default=0.5)
+
     @model_validator(mode="after")
     def _promises_something(self) -> SLO:
         if not any((self.ttft, self.itl, self.tpot, self.e2e)):
