@@ -249,16 +249,3 @@ def test_a_closed_idle_connection_is_opened_again(kind: Any) -> None:
         finally:
             line.close()
         assert server.served == 2
-
-
-def test_many_gaps_are_sorted_and_counted_alike() -> None:
-    values = array("I", [(number * 2654435761) % 2**32 for number in range(10_000)])
-    ends = array("q", [100, 100, 5000, 10_000])
-    expected = [
-        len([v for v in values[b:e] if v > 10**9]) for b, e in ((0, 100), (100, 100), (100, 5000), (5000, 10_000))
-    ]
-    for module in (pure, wire.compiled):
-        assert list(module.count_above(values, ends, 10**9)) == expected
-        copy = array("I", values)
-        module.sort_u32(copy)
-        assert list(copy) == sorted(values)

@@ -3,6 +3,7 @@
 import math
 import random
 import statistics as oracle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -186,7 +187,7 @@ def test_an_slo_may_want_more_answers_than_the_guard() -> None:
 
 def test_diff_bears_gaps_of_nothing() -> None:
     nothing = level(1).latencies["itl"].model_copy(update={"grid": (0.0,) * len(GRID)})
-    zero = nothing.percentiles["p50"].model_copy(update={"value": 0.0})
+    zero = replace(nothing.percentiles["p50"], value=0.0)
     nothing = nothing.model_copy(update={"percentiles": {"p50": zero}})
     one = level(1).model_copy(update={"latencies": {"itl": nothing}})
     assert not compare.compare(measurement(one), measurement(one)).different

@@ -2,10 +2,11 @@
 
 import math
 import random
+from array import array
 
 import pytest
 
-from powerband.core import statistics
+from powerband.core import counting, statistics
 from powerband.core.statistics import Interval
 
 
@@ -72,3 +73,18 @@ def test_the_mean_has_an_interval_even_of_few() -> None:
     assert found.value == 2.0
     assert found.low < 1.0 and found.high > 3.0
     assert statistics.mean_interval([5.0]) == Interval(5.0, 5.0, 5.0)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_many_gaps_are_sorted_and_counted_alike(monkeypatch: pytest.MonkeyPatch, *, compiled: bool) -> None:
+    assert counting._compiled is not None, "this machine has a compiler, so it must be compiled"
+    if not compiled:
+        monkeypatch.setattr(counting, "_compiled", None)
+    values = array("I", [(number * 2654435761) % 2**32 for number in range(10_000)])
+    ends = array("q", [100, 100, 5000, 10_000])
+    spans = ((0, 100), (100, 100), (100, 5000), (5000, 10_000))
+    expected = [len([value for value in values[begin:end] if value > 10**9]) for begin, end in spans]
+    assert counting.count_above(values, ends, 10**9) == expected
+    ordered = sorted(values)
+    counting.sort_u32(values)
+    assert list(values) == ordered

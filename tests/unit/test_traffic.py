@@ -106,7 +106,7 @@ def test_a_mooncake_trace_becomes_shared_text(tmp_path: Path) -> None:
     assert said[0][:9] != said[3][:9], "when the trace begins again its blocks are new"
     assert said[3][:1000] == said[4]
     assert list(traffic.due_s)[:3] == [0.0, 0.5, 2.0]
-    assert traffic.prefix_share() == pytest.approx(2000 / 5400)
+    assert traffic.prefix_share == pytest.approx(2000 / 5400)
     scaled = prompts.prepare(
         workload(arrivals={"process": "trace", "rate_per_s": 10}, **of), 3000, vocabulary=WORDS, base=tmp_path
     )
@@ -171,7 +171,7 @@ def test_every_catalogue_workload_can_be_laid_out(name: str) -> None:
     assert isinstance(entry, Workload) and entry.name == name and entry.description
     traffic = prompts.prepare(entry, 20, vocabulary=WORDS)
     assert all(traffic.messages(number)[-1]["content"] for number in range(20))
-    assert 0 <= traffic.prefix_share() < 1
+    assert 0 <= traffic.prefix_share < 1
 
 
 @pytest.mark.parametrize("name", catalog.names("slo"))
@@ -209,7 +209,7 @@ def test_turns_and_repeated_rows_are_known_beforehand(tmp_path: Path) -> None:
     of = {"prompt": None, "prefix": None, "output": {"shape": "fixed", "tokens": 4}}
     once = workload(**of, dataset={"path": "d.jsonl"}, turns={"count": 2})
     traffic = prompts.prepare(once, 1, vocabulary=WORDS, base=tmp_path)
-    assert traffic.prefix_share() == pytest.approx(8 / 14), "of 4 + 10 tokens, 8 came before"
+    assert traffic.prefix_share == pytest.approx(8 / 14), "of 4 + 10 tokens, 8 came before"
     again = workload(**of, dataset={"path": "d.jsonl", "repeat": True})
     traffic = prompts.prepare(again, 4, vocabulary=WORDS, base=tmp_path)
-    assert traffic.prefix_share() == pytest.approx(0.75)
+    assert traffic.prefix_share == pytest.approx(0.75)

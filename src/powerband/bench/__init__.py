@@ -45,6 +45,7 @@ class Order:
     rates: tuple[float, ...] = ()
     start_per_s: float | None = None
     amount: Amount = field(default_factory=Amount)
+    base: Path | None = None  # of the workload's own paths
     blocks: int = 1
     limit: int = 0
     senders: int = 1
@@ -80,15 +81,16 @@ async def bench(
 ) -> Measurement:
     """Measure a ready replica; when stopped, what was measured so far is the answer."""
     listener = listener or Listener()
-    target = await _target(replica)
+    server = await _server(replica)
+    headers = tuple(replica.request_headers.items())
     own = Bench(
         replica=replica,
-        target=target,
-        counts_at_end=(await _server(replica)).counts_at_end,
+        target=Target(replica.url, await replica.model_name(), headers, keep_alive=server.keeps_connections),
+        counts_at_end=server.counts_at_end,
         vocabulary=tokens.vocabulary(order.tokenizer or prepared.deployment.variant.source),
         directory=directory,
         slo=order.slo,
-        base=order.amount.base,
+        base=order.base,
         limit=order.limit,
         senders=order.senders,
         price_per_h=order.price_per_h,
@@ -123,13 +125,6 @@ async def bench(
     )
 
 
-async def _target(replica: Replica) -> Target:
-    headers = tuple(replica.request_headers.items())
-    return Target(
-        replica.url, await replica.model_name(), headers, keep_alive=(await _server(replica)).keeps_connections
-    )
-
-
 async def _server(replica: Replica) -> Engine[Any]:
     """Return the adapter that knows this server: behind a URL it may be one that tells its name."""
     llamacpp = replica.engine.attaches and await replica.server_name() == "llama.cpp"
@@ -143,7 +138,10 @@ async def _steps(own: Bench, order: Order) -> profiles.Steps:
         return profiles.climb(order.workload, order.slo, order.amount, start_per_s=start, blocks=order.blocks)
     if order.profile == "sweep":
         return profiles.sweep(order.workload, order.slo, order.amount, rates=order.rates, blocks=order.blocks)
-    return profiles.one_level(order.workload, order.slo, order.amount, blocks=order.blocks)
+    workload = order.workload
+    if workload.rate_per_s is None and not prompts.users(workload):  # a trace at its own speed
+        workload = workload.at_rate(prompts.recorded_rate(workload, base=order.base))
+    return profiles.one_level(workload, order.slo, order.amount, blocks=order.blocks)
 
 
 async def _first_guess(own: Bench, workload: Workload) -> float:

@@ -6,17 +6,11 @@ from array import array
 from collections.abc import Sequence
 
 from powerband import metrics
-from powerband.core import statistics
-from powerband.core.measurement import GRID, Distribution, Estimate, Promise
+from powerband.core import counting, statistics
+from powerband.core.measurement import GRID, Distribution, Promise
 from powerband.core.records import Records
 from powerband.core.slo import SLO
 from powerband.core.statistics import Interval
-from powerband.load import wire
-
-
-def estimate(interval: Interval) -> Estimate:
-    """Return an interval as the value that is kept."""
-    return Estimate(value=interval.value, low=interval.low, high=interval.high)
 
 
 class Sample:
@@ -73,11 +67,11 @@ class Gaps(Sample):
         )
         mean = Interval(overall, overall + spread.low - spread.value, overall + spread.high - spread.value)
         ordered = array("I", self.gaps)
-        wire.sort_u32(ordered)
+        counting.sort_u32(ordered)
         super().__init__(ordered, sizes=sizes, mean=mean)
 
     def beyond(self, bound: float) -> list[int]:
-        return list(wire.count_above(self.gaps, self.ends, int(bound * 1e6)))
+        return list(counting.count_above(self.gaps, self.ends, int(bound * 1e6)))
 
     def quantile(self, p: float) -> float:
         return super().quantile(p) / 1e6
@@ -105,14 +99,14 @@ def distribution(sample: Sample) -> Distribution:
         p, name = percentile / 100, f"p{percentile:g}"
         effective = sample.effective(p)
         if statistics.supported(p, len(sample.ordered), effective):
-            percentiles[name] = estimate(sample.interval(p, effective))
+            percentiles[name] = sample.interval(p, effective)
             least = min(least, effective)
         else:
             unsupported.append(name)
     return Distribution(
         count=len(sample.ordered),
         effective=least,
-        mean=estimate(sample.mean),
+        mean=sample.mean,
         percentiles=percentiles,
         unsupported=tuple(unsupported),
         grid=tuple(sample.quantile(p) for p in GRID),
@@ -141,7 +135,7 @@ def promises(slo: SLO, found: dict[str, Sample], *, failed: int) -> tuple[Promis
                     percentile=name,
                     limit_s=limit,
                     value_s=sample.quantile(p) if supported else None,
-                    share=estimate(interval),
+                    share=interval,
                     verdict=verdict,
                 )
             )
@@ -150,18 +144,15 @@ def promises(slo: SLO, found: dict[str, Sample], *, failed: int) -> tuple[Promis
 
 def good(slo: SLO, records: Records) -> int:
     """Return how many requests kept every bound of the SLO by themselves."""
-    limits = {metric: max(bounds.values()) for metric in metrics.LATENCIES if (bounds := getattr(slo, metric))}
-    share = {name: max(float(key[1:]) for key in bounds) / 100 for name in ("itl",) if (bounds := slo.itl)}
-    counts, kept = metrics.tokens(records), 0
-    for row in range(len(records)):
-        due, first, end = records["due"][row], records["first"][row], records["end"][row]
-        values = {
-            "ttft": (first - due) / 1e9,
-            "e2e": (end - due) / 1e9,
-            "tpot": (end - first) / (counts[row] - 1) / 1e9 if counts[row] > 1 else 0.0,
-        }
-        fine = all(values[metric] <= limit for metric, limit in limits.items() if metric != "itl")
-        if fine and "itl" in limits and len(own := records.gaps_of(row)):
-            fine = sum(gap <= limits["itl"] * 1e6 for gap in own) >= share["itl"] * len(own)
-        kept += fine
-    return kept
+    values = {"ttft": metrics.ttft(records), "e2e": metrics.e2e(records)}
+    spans = zip(values["ttft"], values["e2e"], metrics.tokens(records), strict=True)
+    values["tpot"] = array("d", ((end - first) / max(1, count - 1) for first, end, count in spans))
+    fine = [True] * len(records)
+    for metric, (share, limit) in slo.widest().items():
+        for row in range(len(records)):
+            if metric == "itl":
+                gaps = records.gaps_of(row)
+                fine[row] &= sum(gap <= limit * 1e6 for gap in gaps) >= share * len(gaps)
+            else:
+                fine[row] &= values[metric][row] <= limit
+    return sum(fine)

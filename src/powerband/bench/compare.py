@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
 
 from powerband.core import statistics
+from powerband.core.comparison import Comparison, Difference, Say
 from powerband.core.measurement import GRID, Distribution, Level, Measurement
 from powerband.core.statistics import Interval
 
@@ -16,34 +15,6 @@ RESOLUTION_S = 0.001  # nor is one that is no larger than what the instrument it
 COMPARED = (50.0, 95.0)
 _LOADS_ALIKE = 0.02
 _TICK_S = 1e-6  # gaps are kept in microseconds, and two contents may come in one read
-Say = Literal["slower", "faster", "same"]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One percentile of one latency in both, and the interval of the second over the first."""
-
-    load: str
-    metric: str
-    percentile: str
-    first_s: float
-    second_s: float
-    ratio: Interval
-    says: Say
-
-
-@dataclass
-class Comparison:
-    """What `diff` found."""
-
-    obstacles: list[str] = field(default_factory=list)  # why they may not be compared
-    notes: list[str] = field(default_factory=list)
-    differences: list[Difference] = field(default_factory=list)
-
-    @property
-    def different(self) -> bool:
-        """Tell whether any percentile differs beyond doubt and beyond the margin."""
-        return any(one.says != "same" for one in self.differences)
 
 
 def compare(first: Measurement, second: Measurement) -> Comparison:

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from powerband import metrics
 from powerband.core import statistics
-from powerband.core.engine import Gauges
+from powerband.core.engine import Gauges, grown
 from powerband.core.measurement import Agreement, Verdict
 from powerband.core.records import Records
 from powerband.core.slo import SLO
@@ -122,7 +122,7 @@ def repeated(evidence: Evidence) -> Finding | None:
     if evidence.repeats > REPEATED * max(total, 1):
         said = f"{evidence.repeats} requests repeat an earlier prompt, and the workload does not say so"
         return said, "give more prompts than requests, or set 'repeat: true' if users really do so"
-    queries, hits = _delta(evidence, "prefix_queries_tokens"), _delta(evidence, "prefix_hits_tokens")
+    queries, hits = grown(evidence.gauges, "prefix_queries_tokens"), grown(evidence.gauges, "prefix_hits_tokens")
     if queries and hits is not None and hits / queries > evidence.known_share + WARM_CACHE:
         said = (
             f"the engine knew {hits / queries:.0%} of the prompts and the workload repeats {evidence.known_share:.0%}"
@@ -133,7 +133,7 @@ def repeated(evidence: Evidence) -> Finding | None:
 
 def preempted(evidence: Evidence) -> Finding | None:
     """The engine threw requests out of its KV cache and computed them again."""
-    count = _delta(evidence, "preemptions")
+    count = grown(evidence.gauges, "preemptions")
     if not count:
         return None
     said = f"the engine preempted {count:.0f} requests: its KV cache is too small for this load"
@@ -204,11 +204,6 @@ def foreign_load(evidence: Evidence) -> Finding | None:
     said = f"other work took {share:.0%} of this machine's CPU meanwhile"
     said += f" ({evidence.stolen_cpu_share:.0%} taken by its host)" if evidence.stolen_cpu_share > 0.02 else ""
     return said, "stop it and measure again"
-
-
-def _delta(evidence: Evidence, name: str) -> float | None:
-    values = [value for gauges in evidence.gauges if (value := getattr(gauges, name)) is not None]
-    return values[-1] - values[0] if len(values) > 1 else None
 
 
 GUARDS: dict[str, Guard] = {

@@ -13,9 +13,10 @@ from powerband import metrics
 from powerband.bench import analysis, guards, reconcile
 from powerband.bench.watching import Watch
 from powerband.core import statistics
-from powerband.core.measurement import Agreement, Estimate, Level, Timeline, Verdict
+from powerband.core.measurement import Agreement, Level, Timeline, Verdict
 from powerband.core.records import OUTCOMES, Records
 from powerband.core.slo import SLO
+from powerband.core.statistics import Interval
 from powerband.core.workload import Workload
 from powerband.load import generator, prompts
 from powerband.load.generator import Progress, Run
@@ -313,9 +314,9 @@ def pool(bench: Bench, blocks: Sequence[Block]) -> Level:
     attainment = goodput = None
     if bench.slo and found:
         total = len(measured) + failed
-        attainment = analysis.estimate(statistics.wilson(analysis.good(bench.slo, measured), total))
+        attainment = statistics.wilson(analysis.good(bench.slo, measured), total)
         rate = total / window_s
-        goodput = Estimate(value=attainment.value * rate, low=attainment.low * rate, high=attainment.high * rate)
+        goodput = Interval(attainment.value * rate, attainment.low * rate, attainment.high * rate)
     output_per_s = sum(metrics.tokens(measured)) / window_s
     priced = bench.price_per_h is not None and output_per_s > 0
     last = blocks[-1]

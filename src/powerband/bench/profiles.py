@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from powerband.bench import guards
 from powerband.bench.level import Plan
@@ -30,14 +29,11 @@ class Amount:
     window_s: float | None = None
     requests: int | None = None
     seed: int | None = None
-    base: Path | None = None  # of the workload's own paths
 
     def plan(self, workload: Workload, slo: SLO | None, *, block: int = 0, hopeless: bool = False) -> Plan:
         """Return the plan for a load; every block has requests of its own."""
         seed = (self.seed if self.seed is not None else workload.seed) + block
         workload, rate = workload.with_seed(seed), workload.rate_per_s
-        if rate is None and workload.trace:
-            rate = prompts.recorded_rate(workload, base=self.base)
         if rate is None:  # a closed loop: nobody knows its rate beforehand
             counted = self.requests is not None and self.window_s is None
             requests = self.requests or max(200, 4 * prompts.users(workload))
@@ -109,7 +105,7 @@ def climb(workload: Workload, slo: SLO, amount: Amount, *, start_per_s: float, b
 
 def troubled(level: Level) -> bool:
     """Tell whether a level says nothing about its load, because something disturbed the measuring."""
-    refused = {one.guard for one in level.verdicts if not one.valid}
+    refused = {one.guard for one in level.refused}
     if level.stopped_early:  # its window was cut short
         refused -= {"sample size", "steady state"}
     return bool(refused) and refused <= guards.TROUBLE

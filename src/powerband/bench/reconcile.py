@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from powerband import metrics
 from powerband.bench.watching import Watch
+from powerband.core.engine import grown
 from powerband.core.measurement import Agreement
 from powerband.core.records import Records
 from powerband.load.prompts import Traffic
@@ -47,7 +48,7 @@ def known_share(traffic: Traffic, records: Records) -> float:
     told = sum(records["prompt"][row] for row in firsts)
     ours = sum(traffic.prompt_tokens[records["number"][row] // traffic.turns] for row in firsts)
     template = max(0, told - ours) / told if told else 0.0
-    return template + (1 - template) * traffic.prefix_share()
+    return template + (1 - template) * traffic.prefix_share
 
 
 def _waited(records: Records, rows: Sequence[int]) -> float:
@@ -93,7 +94,7 @@ def _tokens_between(records: Records, begin: int, end: int) -> float:
 
 def engine_figures(watch: Watch, places: list[int], traffic: Traffic) -> dict[str, float]:
     """Return what the engine's gauges say of the window, and of the whole run where they count."""
-    figures = {"workload_prefix_share": traffic.prefix_share()}
+    figures = {"workload_prefix_share": traffic.prefix_share}
     if not places:
         return figures
     inside = [watch.gauges[place] for place in places]
@@ -101,16 +102,10 @@ def engine_figures(watch: Watch, places: list[int], traffic: Traffic) -> dict[st
         values = [value for gauges in inside if (value := getattr(gauges, name)) is not None]
         if values:
             figures[f"{name}_mean"], figures[f"{name}_max"] = sum(values) / len(values), max(values)
-    first, last = watch.gauges[0], watch.gauges[-1]
-
-    def grown(name: str) -> float | None:
-        early, late = getattr(first, name), getattr(last, name)
-        return None if early is None or late is None else late - early
-
-    if queries := grown("prefix_queries_tokens"):
-        figures["prefix_hit_share"] = (grown("prefix_hits_tokens") or 0.0) / queries
-    if drafted := grown("spec_drafted_tokens"):
-        figures["spec_accepted_share"] = (grown("spec_accepted_tokens") or 0.0) / drafted
-    if (preemptions := grown("preemptions")) is not None:
+    if queries := grown(watch.gauges, "prefix_queries_tokens"):
+        figures["prefix_hit_share"] = (grown(watch.gauges, "prefix_hits_tokens") or 0.0) / queries
+    if drafted := grown(watch.gauges, "spec_drafted_tokens"):
+        figures["spec_accepted_share"] = (grown(watch.gauges, "spec_accepted_tokens") or 0.0) / drafted
+    if (preemptions := grown(watch.gauges, "preemptions")) is not None:
         figures["preemptions"] = preemptions
     return figures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from powerband.bench import Order
-    from powerband.core.measurement import Measurement
+    from powerband.bench.level import Plan, Steering
+    from powerband.core.measurement import Level, Measurement
     from powerband.launchers.local import Prepared
+    from powerband.load.generator import Progress
 
 
 def bench(
@@ -55,27 +57,35 @@ def bench(
     Exit code 3: a guard refused the measurement. 4: the SLO was not kept.
     """
     import asyncio
+    from pathlib import Path
+    from typing import get_args
 
+    from powerband.bench import Order, Profile
+    from powerband.bench.profiles import Amount
+    from powerband.errors import InputError, did_you_mean
     from powerband.launchers import local
     from powerband.store import runs
 
     if what == "golden" and engine is None:
         engine = "fake"
-    order = _order(
-        workload,
-        slo=slo,
-        profile=profile,
-        rate=rate,
-        users=users,
-        rates=rates,
-        duration=duration,
-        requests=requests,
+    if profile not in get_args(Profile):
+        raise InputError(
+            f"there is no profile '{profile}'.{did_you_mean(profile, get_args(Profile))}", hint="level, sweep or climb"
+        )
+    order = Order(
+        workload=given.traffic(workload, rate=None if profile == "climb" else rate, users=users),
+        slo=given.promise(slo) if slo else None,
+        profile=profile,  # type: ignore[arg-type]
+        rates=given.numbers("--rates", rates) if rates else (),
+        start_per_s=rate,
+        amount=Amount(window_s=given.seconds(duration) if duration else None, requests=requests, seed=seed),
+        base=Path(workload).parent if "." in workload else None,
         blocks=blocks,
-        seed=seed,
         limit=max_in_flight,
         senders=senders,
-        price=price,
+        price_per_h=price,
         tokenizer=tokenizer,
+        command="powerband " + shlex.join(sys.argv[1:]),
     )
     deployment = given.deployment(what, engine=engine, settings=set_ or [], host=None, port=None)
     prepared = local.prepare(deployment, engine_path=engine_path)
@@ -86,69 +96,6 @@ def bench(
         _measure(prepared, order, directory=directory, ready_timeout_s=given.seconds(ready_timeout), json=json)
     )
     _leave(found, directory, force=force, json=json)
-
-
-def _order(
-    workload: str,
-    *,
-    slo: str | None,
-    profile: str,
-    rate: float | None,
-    users: int | None,
-    rates: str | None,
-    duration: str | None,
-    requests: int | None,
-    blocks: int,
-    seed: int | None,
-    limit: int,
-    senders: int,
-    price: float | None,
-    tokenizer: str | None,
-) -> Order:
-    from pathlib import Path
-
-    from powerband.bench import Order
-    from powerband.bench.profiles import Amount
-    from powerband.core.slo import SLO
-    from powerband.core.workload import Workload
-    from powerband.errors import InputError, did_you_mean
-    from powerband.store import documents
-
-    known = ("level", "sweep", "climb")
-    if profile not in known:
-        raise InputError(f"there is no profile '{profile}'.{did_you_mean(profile, known)}", hint=f"one of {known}")
-    traffic = documents.find("workload", workload)
-    promise = documents.find("slo", slo) if slo else None
-    assert isinstance(traffic, Workload) and (promise is None or isinstance(promise, SLO))
-    if rate and users:
-        raise InputError("a load is a rate or a number of users, not both", hint="leave --rate or --users away")
-    if rate is not None and profile != "climb":
-        traffic = traffic.at_rate(rate)
-    if users is not None:
-        traffic = traffic.with_users(users)
-    try:
-        listed = tuple(float(part) for part in rates.split(",")) if rates else ()
-    except ValueError:
-        raise InputError(f"--rates {rates} is not a list of numbers", hint="write it like 1,2,4") from None
-    return Order(
-        workload=traffic,
-        slo=promise,
-        profile=profile,  # type: ignore[arg-type]
-        rates=listed,
-        start_per_s=rate,
-        amount=Amount(
-            window_s=given.seconds(duration) if duration else None,
-            requests=requests,
-            seed=seed,
-            base=Path(workload).parent if "." in workload else None,
-        ),
-        blocks=blocks,
-        limit=limit,
-        senders=senders,
-        price_per_h=price,
-        tokenizer=tokenizer,
-        command="powerband " + shlex.join(sys.argv[1:]),
-    )
 
 
 async def _measure(
@@ -207,7 +154,7 @@ class _Shown:
         if self.status:
             self.status.stop()
 
-    def progress(self, plan: Any, progress: Any, steering: Any) -> None:
+    def progress(self, plan: Plan, progress: Progress, steering: Steering) -> None:
         if not self.status:
             return
         load = f"{steering.users} users" if steering.users else f"{plan.requests / plan.window_s:.3g}/s"
@@ -222,14 +169,10 @@ class _Shown:
             phase = f"waiting for the last answers, {progress.in_flight} in flight"
         self.status.update(f"{load}: {phase}, {progress.finished} answered  [dim](Ctrl-C keeps what there is)[/]")
 
-    def level(self, level: Any) -> None:
+    def level(self, level: Level) -> None:
         if self.json:
             return
-        refused = [one.guard for one in level.verdicts if not one.valid]
-        said = level.stopped_early or (f"invalid: {', '.join(refused)}" if refused else "valid")
-        if not refused and level.promises:
-            said = "keeps the SLO" if level.keeps_slo else "breaks the SLO"
-        self.console.print(f"{level.load:>10}  {level.requests:5d} requests in {level.window_s:.1f} s: {said}")
+        self.console.print(f"{level.load:>10}  {level.requests:5d} requests in {level.window_s:.1f} s: {level.verdict}")
 
 
 def _leave(found: Measurement, directory: Path, *, force: bool, json: bool) -> None:
@@ -240,7 +183,7 @@ def _leave(found: Measurement, directory: Path, *, force: bool, json: bool) -> N
     (directory / "measurement.json").write_text(found.to_json())
     (directory / "report.html").write_text(html.measurement(found))
     broken = found.slo is not None and found.best is None
-    refused = [one for level in found.levels for one in level.verdicts if not one.valid]
+    refused = [one for level in found.levels for one in level.refused]
     answers = found.valid or (found.profile == "climb" and broken)
     if json:
         emit({"measurement": str(directory / "measurement.json"), "report": str(directory / "report.html"),

@@ -40,5 +40,5 @@ def diff(
         return
     from powerband.reports import console
 
-    for part in console.comparison(found.differences, found.notes, found.obstacles):
+    for part in console.comparison(found):
         out().print(part)

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from powerband.core.deployment import Deployment
+    from powerband.core.slo import SLO
+    from powerband.core.workload import Workload
     from powerband.runtime.replica import Replica
 
 
@@ -113,3 +115,37 @@ def _set(config: dict[str, Any], setting: str) -> None:
     for parent in parents:
         config = config.setdefault(parent, {})
     config[last] = yaml12.read(text, source=f"--set {path}")[0]
+
+
+def traffic(name: str, *, rate: float | None, users: int | None) -> Workload:
+    """Return a workload from a file or the catalogue, at the load that was asked for."""
+    from powerband.core.workload import Workload
+    from powerband.errors import InputError
+    from powerband.store import documents
+
+    if rate and users:
+        raise InputError("a load is a rate or a number of users, not both", hint="leave --rate or --users away")
+    found = documents.find("workload", name)
+    assert isinstance(found, Workload)
+    found = found.at_rate(rate) if rate is not None else found
+    return found.with_users(users) if users is not None else found
+
+
+def promise(name: str) -> SLO:
+    """Return an SLO from a file or the catalogue."""
+    from powerband.core.slo import SLO
+    from powerband.store import documents
+
+    found = documents.find("slo", name)
+    assert isinstance(found, SLO)
+    return found
+
+
+def numbers(option: str, text: str) -> tuple[float, ...]:
+    """Read a list such as 1,2,4."""
+    from powerband.errors import InputError
+
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(f"{option} {text} is not a list of numbers", hint="write it like 1,2,4") from None

@@ -55,6 +55,6 @@ def show(
         traffic = prompts.prepare(document, count, vocabulary=tokens.vocabulary(tokenizer), base=base)
         outputs = list(traffic.output_tokens)
         for part in drawing.workload(
-            document, list(traffic.due_s), list(traffic.prompt_tokens), outputs, traffic.prefix_share()
+            document, list(traffic.due_s), list(traffic.prompt_tokens), outputs, traffic.prefix_share
         ):
             console.print(part)

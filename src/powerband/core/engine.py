@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
@@ -121,3 +122,9 @@ class Gauges(Value):
     refused_requests: float | None = None
     ttft_total_s: float | None = None
     ttft_count: float | None = None
+
+
+def grown(readings: Sequence[Gauges], name: str) -> float | None:
+    """Return by how much a counter grew between the first and the last reading that tells it."""
+    values = [value for gauges in readings if (value := getattr(gauges, name)) is not None]
+    return values[-1] - values[0] if len(values) > 1 else None

@@ -8,18 +8,11 @@ from pydantic import Field
 
 from powerband.core.document import Document, Value
 from powerband.core.slo import SLO
+from powerband.core.statistics import Interval
 from powerband.core.workload import Workload
 
 # Where the quantile function of a distribution is kept, so that two measurements can be compared from their files.
 GRID = (0.0, *(number / 100 for number in range(1, 100)), 0.995, 0.999, 1.0)
-
-
-class Estimate(Value):
-    """A figure with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 class Distribution(Value):
@@ -27,8 +20,8 @@ class Distribution(Value):
 
     count: int
     effective: float = Field(description="independent samples that these are worth")
-    mean: Estimate
-    percentiles: dict[str, Estimate]
+    mean: Interval
+    percentiles: dict[str, Interval]
     unsupported: tuple[str, ...] = ()
     grid: tuple[float, ...] = Field(description="the quantile function at fixed points")
 
@@ -40,7 +33,7 @@ class Promise(Value):
     percentile: str
     limit_s: float
     value_s: float | None = Field(description="the measured percentile; None: the sample cannot support it")
-    share: Estimate = Field(description="share of requests, or of gaps, within the bound; Wilson's interval")
+    share: Interval = Field(description="share of requests, or of gaps, within the bound; Wilson's interval")
     verdict: Literal["kept", "broken", "undecided"]
 
 
@@ -88,8 +81,8 @@ class Level(Value):
     failed: int
     errors: dict[str, int] = Field(default_factory=dict)
     achieved_per_s: float
-    goodput_per_s: Estimate | None = None
-    attainment: Estimate | None = None
+    goodput_per_s: Interval | None = None
+    attainment: Interval | None = None
     promises: tuple[Promise, ...] = ()
     answered_enough: bool = Field(default=True, description="as many were answered in full as the SLO wants")
     prompt_tokens_per_s: float
@@ -106,9 +99,14 @@ class Level(Value):
     records: tuple[str, ...] = ()
 
     @property
+    def refused(self) -> list[Verdict]:
+        """Return what the guards that object say."""
+        return [verdict for verdict in self.verdicts if not verdict.valid]
+
+    @property
     def valid(self) -> bool:
         """Tell whether every guard lets the numbers pass."""
-        return all(verdict.valid for verdict in self.verdicts)
+        return not self.refused
 
     @property
     def keeps_slo(self) -> bool:
@@ -118,6 +116,17 @@ class Level(Value):
             and bool(self.promises)
             and all(promise.share.value >= float(promise.percentile[1:]) / 100 for promise in self.promises)
         )
+
+    @property
+    def verdict(self) -> str:
+        """Say in a few words what came of it."""
+        if self.stopped_early:
+            return f"stopped: {self.stopped_early}"
+        if self.refused:
+            return f"invalid: {', '.join(one.guard for one in self.refused)}"
+        if not self.promises:
+            return "valid"
+        return "keeps the SLO" if self.keeps_slo else "breaks the SLO"
 
     @property
     def load(self) -> str:
@@ -141,8 +150,21 @@ class Measurement(Document):
     provenance: dict[str, Any] = Field(default_factory=dict)
 
     @property
+    def answer(self) -> Level | None:
+        """Return the level that it answers with: the best one, or the last that is valid."""
+        if self.best is not None:
+            return self.levels[self.best]
+        valid = [level for level in self.levels if level.valid] or list(self.levels)
+        return valid[-1] if valid and self.profile != "climb" else None
+
+    @property
     def valid(self) -> bool:
         """Tell whether what it answers with may be believed: a climb's best level, some level of a sweep, the level."""
         if self.profile == "climb":
             return self.best is not None and self.levels[self.best].valid
         return any(level.valid for level in self.levels)
+
+    def promised(self, metric: str) -> str:
+        """Return the highest percentile that the SLO promises of a latency; p95 where it promises none."""
+        bounds = getattr(self.slo, metric, None) or {}
+        return max(bounds, key=lambda name: float(name[1:]), default="p95")

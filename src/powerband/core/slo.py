@@ -41,6 +41,10 @@ class SLO(Document):
             (name, float(key[1:]) / 100, limit) for name, kept in metrics.items() for key, limit in (kept or {}).items()
         ]
 
+    def widest(self) -> dict[str, tuple[float, float]]:
+        """Return each metric's highest promised percentile, as a share, and its bound."""
+        return {metric: (share, limit) for metric, share, limit in sorted(self.bounds())}
+
     @property
     def highest(self) -> float:
         """Return the highest percentile of a request's latency that is promised, as a share; 0.5 without one."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import random
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -114,11 +113,6 @@ def wilson(successes: float, count: float) -> Interval:
     middle = (share + z2 / (2 * count)) / (1 + z2 / count)
     reach = _Z95 / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))
     return Interval(share, max(0.0, middle - reach), min(1.0, middle + reach))
-
-
-def share_within(ordered: Sequence[float], bound: float) -> int:
-    """Return how many sorted values keep a bound."""
-    return bisect_right(ordered, bound)
 
 
 def halves(values: Sequence[float]) -> Interval:

@@ -77,7 +77,7 @@ typedef struct {
     Request *finished_first, *finished_last;
     int stopping, quitting, warm;
     /* seen from outside without the lock */
-    volatile int64_t in_flight, silent, worst_wake, opened; /* silent: in flight, and nothing has come */
+    volatile int64_t in_flight, silent, worst_wake; /* silent: in flight, and nothing has come */
     /* the loop's own */
     Slot *heap;
     size_t heap_size, heap_room;
@@ -211,7 +211,6 @@ static Connection *dial(Wire *wire) {
     wire->all = grow(wire->all, &wire->all_room, wire->all_size + 1, sizeof *wire->all);
     c->place = wire->all_size;
     wire->all[wire->all_size++] = c;
-    wire->opened++;
     struct epoll_event event = {.events = EPOLLIN | EPOLLRDHUP | EPOLLOUT, .data.ptr = c};
     epoll_ctl(wire->epoll, EPOLL_CTL_ADD, fd, &event);
     return c;
@@ -765,9 +764,9 @@ static PyObject *Wire_close(PyObject *object, PyObject *unused) {
 
 static PyObject *Wire_state(PyObject *object, PyObject *unused) {
     Wire *wire = (Wire *)object;
-    return Py_BuildValue("{s:L,s:L,s:L,s:L,s:L}", "in_flight", (long long)wire->in_flight, "silent",
+    return Py_BuildValue("{s:L,s:L,s:L,s:L}", "in_flight", (long long)wire->in_flight, "silent",
         (long long)wire->silent, "worst_wake_ns", (long long)wire->worst_wake, "cpu_ns",
-        (long long)thread_cpu_ns(wire), "opened", (long long)wire->opened);
+        (long long)thread_cpu_ns(wire));
 }
 
 static void Wire_dealloc(PyObject *object) {
@@ -795,54 +794,7 @@ static PyType_Slot Wire_slots[] = {
 
 static PyType_Spec Wire_spec = {"powerband.load._wire.Wire", sizeof(Wire), 0, Py_TPFLAGS_DEFAULT, Wire_slots};
 
-/* ---- counting many gaps ---- */
-
-static PyObject *sort_u32(PyObject *module, PyObject *args) { /* by radix, in place */
-    Py_buffer view;
-    if (!PyArg_ParseTuple(args, "w*", &view)) return NULL;
-    size_t n = view.len / 4;
-    uint32_t *from = view.buf, *to = malloc(view.len ? view.len : 1), *spare = to;
-    if (!to) { PyBuffer_Release(&view); return PyErr_NoMemory(); }
-    Py_BEGIN_ALLOW_THREADS
-    for (int shift = 0; shift < 32; shift += 8) {
-        size_t starts[256] = {0}, sum = 0;
-        for (size_t i = 0; i < n; i++) starts[from[i] >> shift & 255]++;
-        for (int b = 0; b < 256; b++) { size_t count = starts[b]; starts[b] = sum; sum += count; }
-        for (size_t i = 0; i < n; i++) to[starts[from[i] >> shift & 255]++] = from[i];
-        uint32_t *swap = from; from = to; to = swap;
-    }
-    Py_END_ALLOW_THREADS
-    free(spare); /* four passes: the result is where it was */
-    PyBuffer_Release(&view);
-    Py_RETURN_NONE;
-}
-
-static PyObject *count_above(PyObject *module, PyObject *args) { /* how many lie above a bound, lump by lump */
-    Py_buffer view, ends;
-    unsigned long bound;
-    if (!PyArg_ParseTuple(args, "y*y*k", &view, &ends, &bound)) return NULL;
-    const uint32_t *values = view.buf;
-    const int64_t *end = ends.buf;
-    size_t lumps = ends.len / 8, at = 0, n = view.len / 4;
-    PyObject *list = PyList_New(0);
-    for (size_t lump = 0; list && lump < lumps; lump++) {
-        long long count = 0;
-        for (; at < (size_t)end[lump] && at < n; at++) count += values[at] > bound;
-        PyObject *number = PyLong_FromLongLong(count);
-        PyList_Append(list, number);
-        Py_XDECREF(number);
-    }
-    PyBuffer_Release(&view);
-    PyBuffer_Release(&ends);
-    return list;
-}
-
-static PyMethodDef functions[] = {
-    {"sort_u32", sort_u32, METH_VARARGS, "sort_u32(buffer): sort unsigned 32-bit numbers in place"},
-    {"count_above", count_above, METH_VARARGS, "count_above(values, ends, bound): how many of each lump lie above"},
-    {NULL, NULL, 0, NULL}};
-
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_wire", NULL, -1, functions, NULL, NULL, NULL, NULL};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_wire", NULL, -1, NULL, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__wire(void) {
     PyObject *module = PyModule_Create(&definition);

@@ -29,7 +29,6 @@ class Progress:
     """How far a run is."""
 
     elapsed_s: float = 0.0
-    sent: int = 0  # requests whose time has come
     finished: int = 0
     in_flight: int = 0
     silent: int = 0  # in flight, and no token yet
@@ -90,7 +89,6 @@ def _follow(line: Any, sender: _Sender, run: Run, until: Callable[[Progress, Rec
         progress.elapsed_s = (time.monotonic_ns() - run.started_ns) / 1e9
         progress.finished, progress.in_flight = len(run.records), state["in_flight"]
         progress.silent = state["silent"]
-        progress.sent = progress.finished + progress.in_flight
         if until(progress, run.records):
             return
 

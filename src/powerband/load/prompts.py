@@ -13,7 +13,7 @@ import random
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class Traffic:
         """Return the chat of a request; a later turn carries the earlier ones and their answers."""
         return [*(earlier or []), *self.text.messages(number, turn)]
 
+    @cached_property
     def prefix_share(self) -> float:
         """Return which part of the prompt tokens an endless cache would know already, by the workload's own words."""
         return self.text.known_share(self)

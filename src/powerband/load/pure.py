@@ -75,7 +75,7 @@ class Wire:
         self._places = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
         self._chains: dict[int, deque[_Request]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._in_flight = self._silent = self._opened = self._worst_wake = self._cpu_ns = 0
+        self._in_flight = self._silent = self._worst_wake = self._cpu_ns = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -120,7 +120,7 @@ class Wire:
     def state(self) -> dict[str, int]:
         """Return requests in flight, lateness and CPU time."""
         told = {"in_flight": self._in_flight, "silent": self._silent, "worst_wake_ns": self._worst_wake}
-        return told | {"cpu_ns": self._cpu_ns, "opened": self._opened}
+        return told | {"cpu_ns": self._cpu_ns}
 
     def close(self) -> None:
         """Cancel everything and end the thread."""
@@ -203,7 +203,6 @@ class Wire:
         return await self._attempt(request)
 
     async def _dial(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        self._opened += 1
         return await asyncio.open_connection(
             self._host, self._port, ssl=self._context, server_hostname=self._tls, limit=1 << 20
         )
@@ -264,14 +263,3 @@ class _Events:
                 request.times.append(when)
             if request.whole or _KEPT.search(line):
                 request.kept.append(line)
-
-
-def sort_u32(values: array[int]) -> None:
-    """Sort in place."""
-    values[:] = array("I", sorted(values))
-
-
-def count_above(values: array[int], ends: array[int], bound: int) -> list[int]:
-    """Return how many values of each lump lie above the bound."""
-    begins = [0, *ends[:-1]]
-    return [sum(value > bound for value in values[begin:end]) for begin, end in zip(begins, ends, strict=True)]

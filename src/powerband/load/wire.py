@@ -19,9 +19,6 @@ except ImportError:  # it was not compiled: no compiler, or not Linux
 if os.environ.get("POWERBAND_PURE"):
     compiled = None
 
-sort_u32 = compiled.sort_u32 if compiled else pure.sort_u32
-count_above = compiled.count_above if compiled else pure.count_above
-
 
 @dataclass(frozen=True)
 class Target:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from powerband.core.comparison import Comparison
 from powerband.core.measurement import Level, Measurement
 from powerband.reports import words
 
@@ -17,7 +17,7 @@ from powerband.reports import words
 def measurement(found: Measurement, *, force: bool = False) -> Iterator[RenderableType]:
     """Return the tables of a measurement, one after another; `force` shows the numbers of invalid levels."""
     yield _levels(found, force=force)
-    level = answer(found)
+    level = found.answer
     if level is None:
         yield Text("no load keeps the SLO", "bold red")
         return
@@ -30,17 +30,9 @@ def measurement(found: Measurement, *, force: bool = False) -> Iterator[Renderab
     yield _verdicts(level)
 
 
-def answer(found: Measurement) -> Level | None:
-    """Return the level that a measurement answers with: the best one, or the last that is valid."""
-    if found.best is not None:
-        return found.levels[found.best]
-    valid = [level for level in found.levels if level.valid] or list(found.levels)
-    return valid[-1] if valid and found.profile != "climb" else None
-
-
 def _levels(found: Measurement, *, force: bool) -> Table:
     table = Table(title=f"{found.name}: {found.workload.name or 'workload'}, {found.profile}", title_justify="left")
-    columns = (("ttft", "p50"), ("ttft", promised(found, "ttft")), ("itl", "p95"), ("tpot", promised(found, "tpot")))
+    columns = (("ttft", "p50"), ("ttft", found.promised("ttft")), ("itl", "p95"), ("tpot", found.promised("tpot")))
     told = [f"{metric.upper()} {name}" for metric, name in columns]
     for heading in ("load", "requests", *told, "out tok/s", "within SLO", ""):
         table.add_column(heading, justify="left" if not heading else "right")
@@ -54,26 +46,8 @@ def _levels(found: Measurement, *, force: bool) -> Table:
         if not (level.valid or force):
             cells[2:] = ["-"] * len(cells[2:])
         style = "bold" if number == found.best else "" if level.valid else "dim"
-        table.add_row(*cells, verdict(level, found), style=style)
+        table.add_row(*cells, level.verdict, style=style)
     return table
-
-
-def promised(found: Measurement, metric: str) -> str:
-    """Return the highest percentile that the SLO promises of a latency; p95 where it promises none."""
-    bounds = getattr(found.slo, metric, None) or {} if found.slo else {}
-    return max(bounds, key=lambda name: float(name[1:]), default="p95")
-
-
-def verdict(level: Level, found: Measurement) -> str:
-    """Say in a few words what came of a level."""
-    if level.stopped_early:
-        return f"stopped: {level.stopped_early}"
-    refused = [one.guard for one in level.verdicts if not one.valid]
-    if refused:
-        return f"invalid: {', '.join(refused)}"
-    if not found.slo:
-        return "valid"
-    return "keeps the SLO" if level.keeps_slo else "breaks the SLO"
 
 
 def _latencies(level: Level) -> Table:
@@ -94,25 +68,24 @@ def _latencies(level: Level) -> Table:
 
 
 def _verdicts(level: Level) -> Text:
-    refused = [one for one in level.verdicts if not one.valid]
-    if not refused:
+    if level.valid:
         return Text(f"{len(level.verdicts)} guards looked, none objects", "green")
     text = Text()
-    for one in refused:
+    for one in level.refused:
         text.append(f"INVALID {one.guard}: ", "bold red").append(escape(one.sentence)).append(f"; {one.hint}\n", "dim")
     return text
 
 
-def comparison(differences: Sequence[Any], notes: Sequence[str], obstacles: Sequence[str]) -> Iterator[RenderableType]:
+def comparison(found: Comparison) -> Iterator[RenderableType]:
     """Return what `diff` says: what differs besides the numbers, then the numbers."""
-    for obstacle in obstacles:
+    for obstacle in found.obstacles:
         yield Text.assemble(("NOT COMPARABLE ", "bold red"), obstacle)
-    for note in notes:
+    for note in found.notes:
         yield Text.assemble(("differs: ", "dim"), note)
     table = Table()
     for heading in ("load", "", "first", "second", "second / first", ""):
         table.add_column(heading, justify="right" if heading else "left")
-    for one in differences:
+    for one in found.differences:
         ratio = f"{one.ratio.value:.3f} [{one.ratio.low:.3f}, {one.ratio.high:.3f}]"
         style = {"slower": "red", "faster": "green"}.get(one.says, "")
         name = f"{one.metric.upper()} {one.percentile}"
@@ -120,5 +93,5 @@ def comparison(differences: Sequence[Any], notes: Sequence[str], obstacles: Sequ
             one.load, name, words.seconds(one.first_s), words.seconds(one.second_s), ratio, one.says, style=style
         )
     yield table
-    changed = [f"{one.metric.upper()} {one.percentile} {one.says}" for one in differences if one.says != "same"]
+    changed = [f"{one.metric.upper()} {one.percentile} {one.says}" for one in found.differences if one.says != "same"]
     yield Text("different: " + ", ".join(changed), "bold") if changed else Text("no difference beyond doubt", "bold")

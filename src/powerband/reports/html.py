@@ -8,13 +8,13 @@ from importlib import resources
 
 from powerband import metrics
 from powerband.core.measurement import GRID, Level, Measurement
-from powerband.reports import console, words
+from powerband.reports import words
 from powerband.reports.svg import Chart
 
 
 def measurement(found: Measurement) -> str:
     """Return the report of a measurement."""
-    level = console.answer(found) or (found.levels[-1] if found.levels else None)
+    level = found.answer or (found.levels[-1] if found.levels else None)
     title = f"{found.name}: {found.workload.name or 'workload'}"
     parts = [_head(found, title)]
     if level is not None:
@@ -65,7 +65,7 @@ def _verdict(found: Measurement) -> tuple[str, str, str]:
         return ("Valid.", "good", said + cut) if found.slo is None else ("Promise broken.", "bad", said + cut)
     if found.profile == "climb" and found.levels:
         return "Promise broken.", "bad", "No load that was tried keeps the SLO." + cut
-    refused = [one.sentence for level in found.levels for one in level.verdicts if not one.valid]
+    refused = [one.sentence for level in found.levels for one in level.refused]
     return (
         "INVALID.",
         "bad",
@@ -82,7 +82,7 @@ def _cards(found: Measurement, level: Level) -> str:
         )
     for metric in ("ttft", "tpot"):
         latency = level.latencies.get(metric)
-        wanted = (console.promised(found, metric), "p95", "p90", "p50")
+        wanted = (found.promised(metric), "p95", "p90", "p50")
         name = next((name for name in wanted if latency and name in latency.percentiles), None)
         if latency and name:
             one = latency.percentiles[name]
@@ -117,7 +117,7 @@ def _charts(found: Measurement, level: Level) -> str:
 
 def _against_load(found: Measurement, metric: str) -> Chart | None:
     """Latency against load, with intervals and the SLO's line; of a load held twice the line takes the last."""
-    names = ("p50", console.promised(found, metric))
+    names = ("p50", found.promised(metric))
     rows = sorted(
         (one for one in found.levels if one.valid and metric in one.latencies and one.rate_per_s),
         key=lambda one: one.rate_per_s or 0,
@@ -155,7 +155,7 @@ def _against_load(found: Measurement, metric: str) -> Chart | None:
             [
                 (rate, value.value, value.low, value.high, f"{one.load}: {name} {words.ranged(value)}; {said}")
                 for rate, value, one in points
-                if (said := console.verdict(one, found))
+                if (said := one.verdict)
             ],
             css,
         )
@@ -242,8 +242,8 @@ def _levels(found: Measurement) -> str:
     rows = []
     columns = (
         ("ttft", "p50"),
-        ("ttft", console.promised(found, "ttft")),
-        ("tpot", console.promised(found, "tpot")),
+        ("ttft", found.promised("ttft")),
+        ("tpot", found.promised("tpot")),
         ("itl", "p99"),
     )
     for number, one in enumerate(found.levels):
@@ -255,7 +255,7 @@ def _levels(found: Measurement) -> str:
         cells += [words.number(one.output_tokens_per_s), words.share(one.attainment) if one.attainment else "-"]
         if not one.valid:
             cells[2:] = ["-"] * len(cells[2:])
-        said = escape(console.verdict(one, found))
+        said = escape(one.verdict)
         rows.append([*cells, f"<b class='good'>{said}</b>" if number == found.best else said])
     told = [f"{metric.upper()} {name}" for metric, name in columns]
     heads = ["load", "requests", "answered/s", *told, "out tok/s", "within SLO", ""]

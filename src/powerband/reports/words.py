@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from powerband.core.measurement import Estimate
+from powerband.core.statistics import Interval
 
 
 def seconds(value: float) -> str:
@@ -14,7 +14,7 @@ def seconds(value: float) -> str:
     return f"{value * 1e3:.3g} ms" if value >= 0.001 else f"{value * 1e6:.0f} us"
 
 
-def ranged(estimate: Estimate) -> str:
+def ranged(estimate: Interval) -> str:
     """Write a latency with its interval, in one unit."""
     scale, unit, digits = (1.0, "s", 2) if estimate.high >= 1 else (1e3, "ms", 1)
     value, low, high = (f"{part * scale:.{digits}f}" for part in (estimate.value, estimate.low, estimate.high))
@@ -26,11 +26,11 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def rate(estimate: Estimate) -> str:
+def rate(estimate: Interval) -> str:
     """Write a rate with its interval."""
     return f"{number(estimate.value)}/s [{number(estimate.low)}, {number(estimate.high)}]"
 
 
-def share(estimate: Estimate) -> str:
+def share(estimate: Interval) -> str:
     """Write a share with its interval."""
     return f"{estimate.value:.1%} [{estimate.low:.1%}, {estimate.high:.1%}]"
