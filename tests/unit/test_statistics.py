@@ -10,14 +10,14 @@ from powerband.core import counting, statistics
 from powerband.core.statistics import Interval
 
 
-@pytest.mark.parametrize(("p", "count"), [(0.5, 60), (0.95, 120), (0.95, 1000), (0.99, 700)])
+@pytest.mark.parametrize(("p", "count"), [(0.5, 60), (0.95, 100), (0.95, 1000), (0.99, 700)])
 def test_the_interval_of_a_percentile_holds_the_truth_about_95_times_of_100(p: float, count: int) -> None:
     rng, truth, held = random.Random(1), -math.log(1 - p), 0
     for _ in range(400):
         ordered = sorted(rng.expovariate(1) for _ in range(count))
         interval = statistics.quantile_interval(ordered, p, count)
         held += interval.low <= truth <= interval.high
-    assert 0.91 <= held / 400 <= 0.99
+    assert 0.93 <= held / 400 <= 0.985
 
 
 def test_dependent_samples_count_for_less() -> None:

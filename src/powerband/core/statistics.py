@@ -40,6 +40,12 @@ def quantile(ordered: Sequence[float], p: float) -> float:
     return ordered[below] + (ordered[below + 1] - ordered[below]) * (place - below)
 
 
+def _at_rank(ordered: Sequence[float], share: float) -> float:
+    """Return where a share of the whole population is expected to lie below: the k-th of n stands for k / (n + 1)."""
+    place = min(max(share * (len(ordered) + 1) - 1, 0.0), len(ordered) - 1.0)
+    return quantile(ordered, place / (len(ordered) - 1)) if len(ordered) > 1 else float(ordered[0])
+
+
 def supported(p: float, count: int, effective: float) -> bool:
     """Tell whether so many samples, worth so many independent ones, say anything about the p-quantile."""
     beyond = min(p, 1 - p)
@@ -54,7 +60,7 @@ def needed(p: float) -> int:
 def quantile_draws(ordered: Sequence[float], p: float, effective: float, rng: random.Random) -> list[float]:
     """Draw from the bootstrap distribution of the p-quantile."""
     rank = p * effective
-    return [quantile(ordered, rng.betavariate(rank, effective - rank)) for _ in range(_DRAWS)]
+    return [_at_rank(ordered, rng.betavariate(rank, effective - rank)) for _ in range(_DRAWS)]
 
 
 def quantile_interval(ordered: Sequence[float], p: float, effective: float) -> Interval:
@@ -62,7 +68,7 @@ def quantile_interval(ordered: Sequence[float], p: float, effective: float) -> I
     rank, rng = p * effective, random.Random(0)
     at = sorted(rng.betavariate(rank, effective - rank) for _ in range(_DRAWS))
     value = quantile(ordered, p)
-    low, high = quantile(ordered, quantile(at, 0.025)), quantile(ordered, quantile(at, 0.975))
+    low, high = _at_rank(ordered, quantile(at, 0.025)), _at_rank(ordered, quantile(at, 0.975))
     return Interval(value, min(low, value), max(high, value))
 
 
