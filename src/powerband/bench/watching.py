@@ -92,8 +92,8 @@ class _Ours:
 def _listening(port: int) -> list[psutil.Process]:
     """Return the processes that listen on a port here, where we may see them."""
     found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in process.net_connections("tcp")):
-                found.append(process)
+    with contextlib.suppress(psutil.Error):
+        for one in psutil.net_connections("tcp"):
+            if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port and one.pid:
+                found.append(psutil.Process(one.pid))
     return found

@@ -7,14 +7,26 @@ from importlib import resources
 
 from powerband.errors import InputError, did_you_mean
 
-_FOLDERS = {"workload": "workloads", "slo": "slos"}
+_FOLDERS = {
+    "workload": "workloads",
+    "slo": "slos",
+    "device": "devices",
+    "scheme": "schemes",
+    "coefficients": "coefficients",
+    "model": "models",
+}
 
 
 @cache
 def names(kind: str) -> tuple[str, ...]:
     """Return the entries of a kind."""
     folder = resources.files(__name__) / _FOLDERS[kind]
-    return tuple(sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml")))
+    return tuple(sorted(_entry(item.name) for item in folder.iterdir() if item.name.endswith((".yaml", ".json"))))
+
+
+def _entry(file: str) -> str:
+    """Return how people ask for a file: a model by its name on the hub."""
+    return file.rpartition(".")[0].replace("--", "/")
 
 
 def text(kind: str, name: str) -> str:
@@ -24,7 +36,8 @@ def text(kind: str, name: str) -> str:
             f"there is no {kind} '{name}' in the catalogue, and no such file.{did_you_mean(name, names(kind))}",
             hint=f"give a file, or one of: {', '.join(names(kind))}",
         )
-    return (resources.files(__name__) / _FOLDERS[kind] / f"{name}.yaml").read_text("utf-8")
+    ending = "json" if kind == "model" else "yaml"
+    return (resources.files(__name__) / _FOLDERS[kind] / f"{name.replace('/', '--')}.{ending}").read_text("utf-8")
 
 
 @cache

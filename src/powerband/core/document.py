@@ -19,7 +19,7 @@ HEADER = "powerband"
 class Value(BaseModel):
     """A frozen value that refuses keys it does not know."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, defer_build=True)
 
 
 class Document(Value):

@@ -97,6 +97,34 @@ class Footprint(Value):
         return (self.weights_bytes or 0) + (self.kv_bytes or 0) + self.activations_bytes + self.overhead_bytes
 
 
+class Scheduling(Value):
+    """What a planner must know of an engine before it runs: how it uses memory, and the batches that it makes."""
+
+    memory_share: float = Field(description="of a device's memory that it may take")
+    kv_formats: dict[str, float] = Field(description="bytes of one number in the KV cache, by the engine's name for it")
+    sequences: int = Field(description="answers written at once that are worth asking for on an accelerator")
+    cpu_sequences: int = Field(description="and on a CPU")
+    batched_tokens: int = Field(description="tokens of one step on an accelerator")
+    cpu_batched_tokens: int
+    cuts_tensors: bool = Field(description="True: devices share every layer; False: each has layers of its own")
+
+
+class Choice(Value):
+    """One way to serve a model, in words that mean the same for every engine."""
+
+    source: str
+    scheme: str
+    kv_format: str
+    tensor: int = 1
+    pipeline: int = 1
+    expert: bool = False
+    on_cpu: bool = False
+    sequences: int
+    batched_tokens: int
+    context: int = Field(description="tokens of the longest sequence")
+    kv_bytes: int = Field(description="of the KV cache, over all devices")
+
+
 class Failure(Value):
     """How an engine failed: a kind, one sentence, a hint, and the log line that says so."""
 

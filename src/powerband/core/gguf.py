@@ -1,4 +1,4 @@
-"""Read the key-value header of a GGUF file, version 2 or 3; tensors stay unread."""
+"""Read the header of a GGUF file, version 2 or 3: its key-value pairs and the names of its tensors, not their data."""
 
 from __future__ import annotations
 
@@ -33,9 +33,18 @@ def read_header(stream: BinaryIO, *, vocabulary: bool = False) -> dict[str, Any]
                 header[f"{key}.length"] = value.count
             else:
                 header[key] = value
+        header["tied"] = "output.weight" not in _tensor_names(stream, tensors)
         return header
     except (struct.error, UnicodeDecodeError, KeyError, OverflowError, MemoryError) as error:
         raise NotGguf(f"its header is cut short or damaged ({type(error).__name__})") from None
+
+
+def _tensor_names(stream: BinaryIO, count: int) -> set[str]:
+    names = set()
+    for _ in range(count):
+        names.add(_string(stream))
+        stream.seek(8 * _scalar(stream, "I") + 4 + 8, 1)  # its extents, type and place
+    return names
 
 
 class _Length:

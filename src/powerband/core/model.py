@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from pydantic import Field
+
+from powerband.core import shape as shapes
 from powerband.core.document import Value
+from powerband.core.shape import Shape
 
 Format = Literal["safetensors", "gguf"]
 
@@ -26,11 +30,15 @@ class Model(Value):
     experts: int | None = None
     dtype: str | None = None
     quantization: str | None = None
+    numbers: str | None = Field(default=None, description="the number format of its weights, in a scheme's words")
     weight_bytes: int | None = None
+    shape: Shape | None = None
 
     def kv_elements_per_token(self) -> int | None:
-        """Return how many numbers one token leaves in the KV cache, with plain attention in every layer."""
-        if self.layers and self.kv_heads and self.head_dim:
+        """Return how many numbers one token leaves in the KV cache."""
+        if self.shape:
+            return self.shape.kv_elements()
+        if self.layers and self.kv_heads and self.head_dim:  # plain attention in every layer
             return 2 * self.layers * self.kv_heads * self.head_dim
         return None
 
@@ -55,7 +63,20 @@ def from_config_json(config: Mapping[str, Any], *, source: str, weight_bytes: in
         dtype=config.get("dtype") or config.get("torch_dtype"),
         quantization=(config.get("quantization_config") or {}).get("quant_method"),
         weight_bytes=weight_bytes,
+        numbers=_numbers(config),
+        shape=shapes.from_config_json(config),
     )
+
+
+def _numbers(config: Mapping[str, Any]) -> str:
+    """Name the format of the weights: the quantizer's name is not enough where it knows several."""
+    quantized = config.get("quantization_config") or {}
+    method = str(quantized.get("quant_method") or "bf16")
+    if method == "compressed-tensors":
+        groups: list[dict[str, Any]] = list((quantized.get("config_groups") or {}).values())
+        weights = groups[0].get("weights") or {} if groups else {}
+        return f"{weights.get('type', 'int')}{weights.get('num_bits', 8)}"
+    return str(quantized.get("quant_algo", method)).lower() if method == "modelopt" else method
 
 
 def from_gguf(header: Mapping[str, Any], *, source: str, weight_bytes: int) -> Model:
@@ -81,6 +102,8 @@ def from_gguf(header: Mapping[str, Any], *, source: str, weight_bytes: int) -> M
         experts=fact("expert_count"),
         quantization=_GGUF_FILE_TYPES.get(header.get("general.file_type", -1)),
         weight_bytes=weight_bytes,
+        numbers=_GGUF_FILE_TYPES.get(header.get("general.file_type", -1), "f16"),
+        shape=shapes.from_gguf(header),
     )
 
 

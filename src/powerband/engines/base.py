@@ -10,7 +10,17 @@ from typing import Any, ClassVar, Generic, TypeVar
 from packaging.version import InvalidVersion, Version
 
 from powerband.core.deployment import Deployment, EngineConfig
-from powerband.core.engine import Command, Failure, Footprint, Gauges, Installation, InstallPlan, Problem
+from powerband.core.engine import (
+    Choice,
+    Command,
+    Failure,
+    Footprint,
+    Gauges,
+    Installation,
+    InstallPlan,
+    Problem,
+    Scheduling,
+)
 from powerband.core.host import Host
 from powerband.core.model import Format, Model
 from powerband.engines import knobs, rules
@@ -37,6 +47,7 @@ class Engine(ABC, Generic[C]):
     keeps_connections: ClassVar[bool] = True  # False: it does badly with a connection that is used again
     counts_at_end: ClassVar[bool] = False  # True: a token enters its counter when its answer ends
     gauge_pages: ClassVar[tuple[str, ...]] = ("/metrics",)
+    scheduling: ClassVar[Scheduling | None] = None  # None: nothing that a planner could choose
     config_type: type[C]
 
     @abstractmethod
@@ -46,6 +57,10 @@ class Engine(ABC, Generic[C]):
     @abstractmethod
     def footprint(self, deployment: Deployment[C], *, model: Model, host: Host) -> Footprint:
         """Return the bytes that the deployment needs."""
+
+    def knobs_for(self, choice: Choice) -> dict[str, Any]:
+        """Return the knobs that make a choice real."""
+        raise NotImplementedError(self.name)
 
     def install_plan(self, version: str, host: Host) -> InstallPlan:
         """Return the commands that make a working engine of that version for this host."""

@@ -10,11 +10,13 @@ from pydantic import Field
 
 from powerband.core.deployment import Deployment, EngineConfig
 from powerband.core.engine import (
+    Choice,
     Command,
     Footprint,
     Gauges,
     Installation,
     InstallPlan,
+    Scheduling,
     Step,
 )
 from powerband.core.host import Host
@@ -113,7 +115,28 @@ class LlamaCpp(Engine[LlamaCppConfig]):
     counts_at_end: ClassVar[bool] = True
     keeps_connections: ClassVar[bool] = False  # each idle one holds a thread of its server
     gauge_pages: ClassVar[tuple[str, ...]] = ("/metrics", "/slots")  # it has no gauge of its KV cache
+    scheduling: ClassVar[Scheduling | None] = Scheduling(
+        memory_share=0.95,
+        kv_formats={"f16": 2.0, "q8_0": 1.0625},
+        sequences=32,
+        cpu_sequences=8,
+        batched_tokens=2048,
+        cpu_batched_tokens=2048,
+        cuts_tensors=False,
+    )
     config_type = LlamaCppConfig
+
+    def knobs_for(self, choice: Choice) -> dict[str, Any]:
+        """One slot a sequence, each with the longest context; all layers on the accelerator where there is one."""
+        wanted: dict[str, Any] = {
+            "parallel": choice.sequences,
+            "ctx_size": choice.sequences * choice.context,
+            "batch_size": choice.batched_tokens,
+            "cache_ram": 0,
+        }
+        if choice.kv_format != "f16":
+            wanted |= {"cache_type_k": choice.kv_format, "cache_type_v": choice.kv_format}
+        return wanted | ({} if choice.on_cpu else {"n_gpu_layers": "all"})
 
     def install_plan(self, version: str, host: Host) -> InstallPlan:
         """Build from the source that llama-cpp-python's sdist carries, for the instructions this CPU really runs."""

@@ -9,10 +9,12 @@ from pydantic import Field
 from powerband.core.deployment import Deployment, EngineConfig
 from powerband.core.document import Value
 from powerband.core.engine import (
+    Choice,
     Command,
     Footprint,
     Installation,
     InstallPlan,
+    Scheduling,
     Step,
 )
 from powerband.core.host import Host
@@ -123,7 +125,30 @@ class Vllm(Engine[VllmConfig]):
     default_version: ClassVar[str | None] = "0.32.0"
     help_args: ClassVar[tuple[str, ...]] = ("--help=all",)
     help_is_quick: ClassVar[bool] = False
+    scheduling: ClassVar[Scheduling | None] = Scheduling(
+        memory_share=0.92,
+        kv_formats={"auto": 2.0, "fp8": 1.0},
+        sequences=256,
+        cpu_sequences=32,
+        batched_tokens=8192,
+        cpu_batched_tokens=2048,
+        cuts_tensors=True,
+    )
     config_type = VllmConfig
+
+    def knobs_for(self, choice: Choice) -> dict[str, Any]:
+        """Say only what differs from vLLM's own defaults; on a CPU also how large the KV cache is."""
+        wanted: dict[str, Any] = {
+            "max_model_len": choice.context,
+            "max_num_seqs": choice.sequences,
+            "max_num_batched_tokens": choice.batched_tokens,
+        }
+        wanted |= {"tensor_parallel_size": choice.tensor} if choice.tensor > 1 else {}
+        wanted |= {"pipeline_parallel_size": choice.pipeline} if choice.pipeline > 1 else {}
+        wanted |= {"enable_expert_parallel": True} if choice.expert else {}
+        wanted |= {"kv_cache_dtype": choice.kv_format} if choice.kv_format != "auto" else {}
+        wanted |= {"kv_cache_memory_bytes": choice.kv_bytes} if choice.on_cpu else {}
+        return wanted
 
     def install_plan(self, version: str, host: Host) -> InstallPlan:
         """With a GPU the ordinary wheel; without one the CPU build, whose torch must come first."""
@@ -193,6 +218,11 @@ class Vllm(Engine[VllmConfig]):
             whole = host.numa_nodes[0].memory_bytes if host.numa_nodes else host.memory_bytes
             share = int((config.gpu_memory_utilization or 0.92) * whole)
             kv = max(share - weights - activations - overhead, 0)
+        ways = (config.tensor_parallel_size or 1) * (config.pipeline_parallel_size or 1) if host.gpus else 0
+        if kv is None:  # it takes its share of every GPU
+            smallest = min(gpu.memory_bytes for gpu in host.gpus)
+            share = int((config.gpu_memory_utilization or 0.92) * smallest)
+            kv = max(ways * (share - activations - overhead) - weights, 0)
         return Footprint(
             weights_bytes=model.weight_bytes,
             kv_bytes=kv,
@@ -200,7 +230,7 @@ class Vllm(Engine[VllmConfig]):
             activations_bytes=activations,
             overhead_bytes=overhead,
             one_node=not host.gpus,
-            gpu_ways=(config.tensor_parallel_size or 1) * (config.pipeline_parallel_size or 1) if host.gpus else 0,
+            gpu_ways=ways,
             lower=(
                 "the KV cache (VLLM_CPU_KVCACHE_SPACE in GiB, or kv_cache_memory_bytes)",
                 "max_num_batched_tokens",

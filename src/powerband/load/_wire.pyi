@@ -1,4 +1,3 @@
-
 from powerband.load.pure import Finished
 
 class Wire:

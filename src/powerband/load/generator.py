@@ -139,8 +139,9 @@ class _Sender:
 
     def _far_enough(self, now_s: float) -> bool:
         """Tell whether the next request can wait; never one whose time is near, however many are out."""
-        if self.users:
-            return len(self.outstanding) >= max(_AHEAD_REQUESTS, 2 * self.users)
+        if self.users:  # one for each user before the clock starts, and then well ahead of them
+            ahead = max(_AHEAD_REQUESTS, 2 * self.users) if self.start_ns else self.users
+            return len(self.outstanding) >= ahead
         lead_s = self.traffic.due_s[self.next] - now_s
         return lead_s > _AHEAD_S or (lead_s > _NEAR_S and self.bytes_ahead >= _AHEAD_BYTES)
 

@@ -235,7 +235,7 @@ def _percentiles(level: Level) -> str:
         for one in level.promises
     )
     told = "<p class='quiet'>95 % intervals in brackets; a percentile that the sample cannot support is not shown.</p>"
-    return f"<section><h2>Latency at {level.load}</h2>{_table(['', 'mean', *names], rows)}{promises}{told}</section>"
+    return f"<section><h2>Latency at {level.load}</h2>{table(['', 'mean', *names], rows)}{promises}{told}</section>"
 
 
 def _levels(found: Measurement) -> str:
@@ -259,7 +259,7 @@ def _levels(found: Measurement) -> str:
         rows.append([*cells, f"<b class='good'>{said}</b>" if number == found.best else said])
     told = [f"{metric.upper()} {name}" for metric, name in columns]
     heads = ["load", "requests", "answered/s", *told, "out tok/s", "within SLO", ""]
-    return f"<section><h2>Every level, in the order tried</h2>{_table(heads, rows, css='told')}</section>"
+    return f"<section><h2>Every level, in the order tried</h2>{table(heads, rows, css='told')}</section>"
 
 
 def _guards(level: Level) -> str:
@@ -271,7 +271,7 @@ def _guards(level: Level) -> str:
         ]
         for one in level.verdicts
     ]
-    return f"<section><h2>Guards</h2>{_table(['guard', '', 'what it looks for'], rows, css='left')}</section>"
+    return f"<section><h2>Guards</h2>{table(['guard', '', 'what it looks for'], rows, css='left')}</section>"
 
 
 def _agreements(level: Level) -> str:
@@ -283,8 +283,8 @@ def _agreements(level: Level) -> str:
         [escape(name.replace("_", " ")), words.number(value)]
         for name, value in {**level.engine, **level.client}.items()
     ]
-    both = f"<h2>Client and engine</h2>{_table(['', 'client', 'engine', 'differ by'], rows)}" if rows else ""
-    return f"<section>{both}<details><summary>Gauges</summary>{_table(['', ''], figures)}</details></section>"
+    both = f"<h2>Client and engine</h2>{table(['', 'client', 'engine', 'differ by'], rows)}" if rows else ""
+    return f"<section>{both}<details><summary>Gauges</summary>{table(['', ''], figures)}</details></section>"
 
 
 def _provenance(found: Measurement) -> str:
@@ -300,7 +300,7 @@ def _provenance(found: Measurement) -> str:
     return (
         f"<section><h2>Measure it again</h2><pre>{command}</pre>"
         "<details><summary>Where it comes from</summary>"
-        f"{_table(['', ''], rows, css='left')}{workload}{slo}</details></section>"
+        f"{table(['', ''], rows, css='left')}{workload}{slo}</details></section>"
     )
 
 
@@ -308,7 +308,8 @@ def _css(verdict: str) -> str:
     return {"kept": "good", "broken": "bad"}.get(verdict, "unsure")
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, css: str = "") -> str:
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, css: str = "") -> str:
+    """Return a table whose cells are HTML already."""
     head = "".join(f"<th>{one}</th>" for one in heads)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<div class='wide'><table class='{css}'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"

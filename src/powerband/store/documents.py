@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
 from powerband import catalog, engines
 from powerband.core.deployment import Deployment
 from powerband.core.document import HEADER, Document, read_header
-from powerband.core.measurement import Measurement
-from powerband.core.slo import SLO
-from powerband.core.workload import Workload
 from powerband.errors import DocumentError, InputError, did_you_mean
 
-_PLAIN: dict[str, type[Document]] = {kind.kind: kind for kind in (SLO, Workload, Measurement)}
+# Where each kind is defined; a command loads only those that it reads.
+_PLAIN = {
+    "coefficients": ("coefficients", "Coefficients"),
+    "device": ("device", "Device"),
+    "inventory": ("device", "Inventory"),
+    "measurement": ("measurement", "Measurement"),
+    "plan": ("plan", "Plan"),
+    "scheme": ("scheme", "Scheme"),
+    "slo": ("slo", "SLO"),
+    "workload": ("workload", "Workload"),
+}
 KINDS = tuple(sorted([*_PLAIN, Deployment.kind]))
+
+
+def _plain(kind: str) -> type[Document]:
+    module, name = _PLAIN[kind]
+    found: type[Document] = getattr(importlib.import_module(f"powerband.core.{module}"), name)
+    return found
 
 
 def read(path: str | Path) -> Document:
@@ -54,7 +68,7 @@ def parse(text: str, *, source: str) -> Document:
 def document_type(kind: str, data: dict[str, Any], *, source: str) -> type[Document]:
     """Return the class of a kind; a deployment's depends on its engine."""
     if kind in _PLAIN:
-        return _PLAIN[kind]
+        return _plain(kind)
     if kind != Deployment.kind:
         raise DocumentError(
             f"{source}: there is no kind '{kind}'.{did_you_mean(kind, KINDS)}",
@@ -69,7 +83,7 @@ def document_type(kind: str, data: dict[str, Any], *, source: str) -> type[Docum
 def json_schema(kind: str) -> dict[str, Any]:
     """Return the JSON Schema of a kind's files, for editors."""
     if kind in _PLAIN:
-        return _with_header(_PLAIN[kind])
+        return _with_header(_plain(kind))
     if kind != Deployment.kind:
         raise InputError(f"there is no kind '{kind}'.{did_you_mean(kind, KINDS)}", hint=f"kinds: {', '.join(KINDS)}")
     branches: list[dict[str, Any]] = []

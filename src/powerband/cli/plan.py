@@ -1,0 +1,183 @@
+"""`powerband plan`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from powerband.cli import given
+from powerband.cli.output import Json, emit, out, talk
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from powerband.core.plan import Plan
+    from powerband.plan.options import Offer
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="A hub id, a model folder, a config.json or a GGUF file.")],
+    *,
+    on: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DEVICE[:COUNT]", help="What it may run on; may stand again; 'all' for every device."),
+    ] = None,
+    inventory: Annotated[str | None, typer.Option(help="An inventory.yaml: the machines you have.")] = None,
+    workload: Annotated[str, typer.Option(help="A workload.yaml, or a name of the catalogue.")] = "chat",
+    slo: Annotated[str, typer.Option(help="An slo.yaml, or a name of the catalogue.")] = "interactive",
+    load: Annotated[float | None, typer.Option(help="Requests per second that must be carried in all.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Only this engine.")] = None,
+    scheme: Annotated[list[str] | None, typer.Option(help="Only this number format; may stand again.")] = None,
+    price: Annotated[
+        list[str] | None, typer.Option(metavar="DEVICE=USD", help="What a device costs per hour; may stand again.")
+    ] = None,
+    why: Annotated[
+        bool, typer.Option("--why", help="What each figure rests on, and why the rest was ruled out.")
+    ] = False,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="First run short probes of the model on a real engine here.")
+    ] = False,
+    output: Annotated[str | None, typer.Option(help="Write plan.json, plan.html and deployment.yaml there.")] = None,
+    json: Json = False,
+) -> None:
+    """Say what fits, how fast it is and what it costs, before an accelerator is touched.
+
+    Exit code 4: nothing that was offered keeps the SLO.
+    """
+    from powerband import plan as stage
+    from powerband.errors import PromiseBroken
+    from powerband.plan import calibrate as calibration
+    from powerband.reports import planned
+    from powerband.runtime import weights
+
+    if calibrate:
+        _calibrate(model, engine)
+    found = stage.plan(
+        stage.Order(
+            model=weights.facts(model),
+            workload=given.traffic(workload, rate=None, users=None),
+            slo=given.promise(slo),
+            offers=tuple(_offers(on or [], inventory, prices=_prices(price or []))),
+            engine=engine,
+            schemes=tuple(scheme or ()),
+            load_per_s=load,
+            calibrated=calibration.kept(),
+        )
+    )
+    folder = given.folder(output) if output else None
+    if folder:
+        _write(found, folder)
+    if json:
+        emit(found.to_data())
+    else:
+        for part in planned.tables(found, why=why):
+            out().print(part)
+        if folder:
+            talk().print(f"report: {folder / 'plan.html'}\n  data: {folder / 'plan.json'}")
+    if not found.candidates:
+        raise PromiseBroken("nothing that was offered keeps the SLO", hint="--why tells what would")
+
+
+def _calibrate(model: str, engine: str | None) -> None:
+    """Start the model's engine here, probe it, and keep the coefficients."""
+    import asyncio
+
+    from powerband import plan as stage
+    from powerband.errors import InputError
+    from powerband.launchers import local
+    from powerband.plan import calibrate as calibration
+    from powerband.plan import machine
+
+    console = talk()
+    deployment = given.deployment(model, engine=engine, settings=[], host=None, port=None)
+    prepared = local.prepare(deployment)
+    shape = prepared.model.shape
+    if shape is None:
+        raise InputError(f"{model} does not tell its shape", hint="give its config.json or a GGUF file")
+    device, _ = machine.this_machine(prepared.host, [])
+    steps = stage.steps_of(prepared.model, deployment)
+
+    async def measure() -> list[calibration.Seen]:
+        with given.start_progress(False) as on_change:
+            async with local.launch(prepared, on_change=on_change) as replica:
+                return await calibration.probe(replica, prepared, say=show)
+
+    def show(seen: calibration.Seen) -> None:
+        one = seen.probe
+        told = f"{one.users} users, {one.prompt} + {one.output} tokens"
+        console.print(f"{told:>28}: TTFT {seen.ttft_s * 1e3:.0f} ms, TPOT {seen.tpot_s * 1e3:.1f} ms")
+
+    seen = asyncio.run(measure())
+    found = calibration.fit(
+        steps,
+        device,
+        prepared.engine.name,
+        seen,
+        name=f"{machine.NAME}-{prepared.engine.name}",
+        source=f"{len(seen)} probes of {deployment.served_name} on this machine",
+    )
+    console.print(f"kept: {calibration.keep(found)}")
+
+
+def _prices(given_prices: list[str]) -> dict[str, float]:
+    from powerband.errors import InputError
+
+    found = {}
+    for text in given_prices:
+        name, _, value = text.partition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            raise InputError(f"--price {text} is not a price", hint="write it like h100-sxm=2.50") from None
+    return found
+
+
+def _offers(on: list[str], inventory: str | None, *, prices: dict[str, float]) -> list[Offer]:
+    """Return the devices that may be used; a node of each where no count is given."""
+    from powerband import catalog
+    from powerband import plan as stage
+    from powerband.core.device import Inventory
+    from powerband.errors import InputError
+    from powerband.plan import machine
+    from powerband.plan.options import Offer
+    from powerband.runtime import devices
+    from powerband.store import documents
+
+    wanted: list[tuple[str, int | None, float | None]] = []
+    if inventory:
+        document = documents.read(inventory)
+        if not isinstance(document, Inventory):
+            raise InputError(f"{inventory} is a {document.kind}, not an inventory", hint="give an inventory")
+        wanted += [(one.device, one.count, one.usd_per_h) for one in document.machines]
+    for text in on or ([] if inventory else ["all"]):
+        name, _, number = text.partition(":")
+        if number and not number.isdigit():
+            raise InputError(f"--on {text}: '{number}' is not a number of devices", hint="write it like h100-sxm:8")
+        names = catalog.names("device") if name == "all" else (name,)
+        wanted += [(one, int(number) if number else None, None) for one in names]
+    offers = []
+    for name, count, usd in wanted:
+        if name == machine.NAME:
+            known = [stage.device(one) for one in catalog.names("device")]
+            device, here = machine.this_machine(devices.this_host(), known)
+            count = count or here
+        else:
+            device = stage.device(name)
+        price = prices.get(name, usd if usd is not None else device.price.usd_per_h)
+        offers.append(Offer(device, count or min(8, device.node), price))
+    return offers
+
+
+def _write(found: Plan, folder: Path) -> None:
+    from powerband.core.document import HEADER
+    from powerband.reports import planned
+
+    (folder / "plan.json").write_text(found.to_json())
+    (folder / "plan.html").write_text(planned.page(found))
+    if found.candidates:
+        import yaml
+
+        data = found.candidates[0].deployment
+        assert HEADER in data
+        (folder / "deployment.yaml").write_text(yaml.safe_dump(data, sort_keys=False))

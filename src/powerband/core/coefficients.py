@@ -1,0 +1,46 @@
+"""Coefficients: what an engine makes of a device, fitted to measurements; kept apart from what datasheets say."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from powerband.core.document import Document, Value
+
+Share = Annotated[float, Field(gt=0)]
+
+
+class Spread(Value):
+    """By how much measured latencies differed from predicted ones: the factors that hold 80 % of them."""
+
+    low: float = Field(gt=0)
+    high: float = Field(gt=0)
+    of: int = Field(default=0, description="measured points behind it")
+
+
+class Coefficients(Document):
+    """The shares of a datasheet's figures that an engine reaches, and what it adds to every step."""
+
+    kind: ClassVar[str] = "coefficients"
+
+    engine: str
+    devices: tuple[str, ...] = Field(default=(), description="makers or names; the first file that fits is used")
+    scheme: str | None = Field(default=None, description="the number format they were measured in; None: any")
+    bandwidth: Share = Field(default=0.8, description="of the memory bandwidth, when weights are read")
+    kv_bandwidth: Share = Field(default=0.6, description="of the memory bandwidth, when the KV cache is read")
+    compute: Share = Field(default=0.6, description="of the operations per second, with weights")
+    attention: Share = Field(default=0.3, description="of the bf16 operations per second, in attention")
+    overlap: float = Field(
+        default=4.0, ge=1, description="1: reading and computing add up; more: the slower one counts"
+    )
+    step_s: float = Field(default=0.0, ge=0, description="added to every step")
+    layer_s: float = Field(default=0.0, ge=0, description="added to every step, for each layer")
+    sequence_s: float = Field(default=0.0, ge=0, description="added to every step, for each answer")
+    token_s: float = Field(default=0.0, ge=0, description="added for each prompt token")
+    round_s: float = Field(default=0.0, ge=0, description="for each message that all devices wait for")
+    link: Share = Field(default=0.6, description="of the link's bandwidth")
+    request_s: float = Field(default=0.0, ge=0, description="before a request reaches the queue")
+    ttft: Spread = Spread(low=0.5, high=2.0)
+    tpot: Spread = Spread(low=0.5, high=2.0)
+    source: str = ""

@@ -1,0 +1,256 @@
+"""The stage `plan`: what fits, how fast, what it costs, before an accelerator is touched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from powerband import catalog, engines
+from powerband.core import statistics
+from powerband.core.coefficients import Coefficients, Spread
+from powerband.core.deployment import Deployment
+from powerband.core.device import Device
+from powerband.core.model import Model
+from powerband.core.plan import Candidate, Plan, Rejection
+from powerband.core.scheme import Scheme
+from powerband.core.slo import SLO
+from powerband.core.statistics import Interval
+from powerband.core.workload import Workload
+from powerband.errors import InputError
+from powerband.load import prompts, tokens
+from powerband.plan import predict
+from powerband.plan.options import Lengths, Offer, Option, options
+from powerband.plan.predict import Fluid, Requests
+from powerband.plan.work import Split, Steps
+from powerband.store import documents
+
+_DRAWN = 1500  # requests that may be played
+_SIMULATED = 24  # options that are played: those that the fluid estimate puts first
+_PER_DEVICE = 3
+_CONTEXT_STEP = 512
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to plan for."""
+
+    model: Model
+    workload: Workload
+    slo: SLO
+    offers: tuple[Offer, ...]
+    engine: str | None = None
+    schemes: tuple[str, ...] = ()
+    load_per_s: float | None = None
+    calibrated: tuple[Coefficients, ...] = ()  # of this machine; they come before the catalogue's
+
+
+def plan(order: Order) -> Plan:
+    """Rank every way to serve the model on the devices that are offered."""
+    if order.model.shape is None:
+        raise InputError(f"{order.model.source} does not tell its shape", hint="give its config.json or a GGUF file")
+    requests = draw(order.workload, order.model)
+    known = coefficients(order.calibrated)
+    fitting: list[tuple[Option, Coefficients, Fluid]] = []
+    rejections: list[Rejection] = []
+    schemes = [one for one in eligible(order.model) if not order.schemes or one.name in order.schemes]
+    for offer in order.offers:
+        for found in options(order.model, offer, requests.lengths, schemes, wanted_engine=order.engine):
+            if isinstance(found, Rejection):
+                rejections.append(found)
+                continue
+            own = fitted(known, found.engine, offer.device, found.scheme.name)
+            fitting.append((found, own, predict.fluid(found, own, requests.lengths, order.slo)))
+    candidates = []
+    for option, own, flow in _promising(fitting):
+        predicted = predict.knee(option, own, requests, order.slo, flow=flow)
+        if predicted is None:
+            rejections.append(_too_slow(option, own, flow, requests, order.slo))
+        else:
+            candidates.append(_candidate(option, own, flow, predicted, requests, order))
+    candidates.sort(key=lambda one: one.usd_per_1m_tokens.value if one.usd_per_1m_tokens else math.inf)
+    return Plan(
+        model=order.model.source,
+        workload=order.workload,
+        slo=order.slo,
+        load_per_s=order.load_per_s,
+        candidates=tuple(candidates),
+        rejections=tuple(rejections),
+        facts=_facts(order.model, requests),
+    )
+
+
+def draw(workload: Workload, model: Model) -> Requests:
+    """Draw the requests that `bench` would send, one a second on average."""
+    open_loop = workload.at_rate(1.0)
+    traffic = prompts.prepare(open_loop, _DRAWN, vocabulary=tokens.vocabulary(model.source))
+    inputs, outputs = list(traffic.prompt_tokens), list(traffic.output_tokens)[:: traffic.turns]
+    longest = max(a + b for a, b in zip(inputs, outputs, strict=True))
+    room = math.ceil(1.25 * longest / _CONTEXT_STEP) * _CONTEXT_STEP
+    lengths = Lengths(
+        prompt=sum(inputs) / len(inputs),
+        output=sum(outputs) / len(outputs),
+        longest=min(room, model.context_tokens or room),
+        known_share=traffic.prefix_share,
+    )
+    return Requests(traffic.due_s, inputs, outputs, lengths)
+
+
+def scheme_of(model: Model) -> Scheme:
+    """Return the scheme in which a model is published."""
+    for one in all_schemes():
+        if model.numbers in one.published_as and one.format == (model.format or "safetensors"):
+            return one
+    raise InputError(
+        f"{model.source} has numbers in '{model.numbers}', which no scheme of the catalogue describes",
+        hint=f"schemes: {', '.join(catalog.names('scheme'))}",
+    )
+
+
+def eligible(model: Model) -> list[Scheme]:
+    """Return the schemes that a model can be had in: its own, and what `quantize` can make of it."""
+    own = scheme_of(model)
+    if model.format == "gguf" and own.name != "f16":
+        return [own]
+    return [own, *(one for one in all_schemes() if one.expert_bits() < own.expert_bits() and one.name != own.name)]
+
+
+def steps_of(model: Model, deployment: Deployment[Any]) -> Steps:
+    """Return the work of a deployment's steps on one device."""
+    assert model.shape is not None
+    scheduling = engines.get(deployment.engine).scheduling
+    wanted = getattr(deployment.config, "kv_cache_dtype", None) or getattr(deployment.config, "cache_type_k", None)
+    sizes = scheduling.kv_formats if scheduling else {}
+    return Steps(model.shape, scheme_of(model), Split(), kv_bytes=sizes.get(wanted or "", 2.0))
+
+
+def all_schemes() -> list[Scheme]:
+    """Return the catalogue's schemes."""
+    return [_read(Scheme, name) for name in catalog.names("scheme")]
+
+
+def device(name: str) -> Device:
+    """Return a device of the catalogue."""
+    return _read(Device, name)
+
+
+def coefficients(calibrated: Sequence[Coefficients] = ()) -> list[Coefficients]:
+    """Return the fitted coefficients, this machine's own first."""
+    return [*calibrated, *(_read(Coefficients, name) for name in catalog.names("coefficients"))]
+
+
+def fitted(known: Iterable[Coefficients], engine: str, on: Device, scheme: str | None) -> Coefficients:
+    """Return the coefficients for an engine on a device: for its very name and scheme, else for what is nearest."""
+    mine = [one for one in known if one.engine == engine]
+    for key in (on.name, on.maker):
+        near = [one for one in mine if key in one.devices]
+        near.sort(key=lambda one: (one.scheme != scheme, one.scheme is not None))
+        if near:
+            return near[0] if near[0].scheme in (None, scheme) else _from_another_scheme(near[0])
+    return Coefficients(name="datasheet", engine=engine, source="the datasheet alone: nothing was measured")
+
+
+def _from_another_scheme(one: Coefficients) -> Coefficients:
+    """What was measured in one number format says less about another."""
+    source = f"{one.source}, measured in {one.scheme}"
+    wide = Spread(low=0.5, high=2.0)
+    return one.model_copy(update={"ttft": wide, "tpot": wide, "source": source})
+
+
+D = TypeVar("D", Scheme, Device, Coefficients)
+
+
+def _read(kind: type[D], name: str) -> D:
+    document = documents.parse(catalog.text(kind.kind, name), source=name)
+    assert isinstance(document, kind)
+    return document
+
+
+def _promising(fitting: list[tuple[Option, Coefficients, Fluid]]) -> list[tuple[Option, Coefficients, Fluid]]:
+    """Return what is worth a simulation: the cheapest by the fluid estimate, and some of every device."""
+
+    def price(one: tuple[Option, Coefficients, Fluid]) -> float:
+        option, _, flow = one
+        return option.offer.usd_per_h * option.split.devices / max(flow.rate_per_s, 1e-9)
+
+    ordered = sorted(fitting, key=price)
+    chosen: list[tuple[Option, Coefficients, Fluid]] = []
+    per_device: dict[str, int] = {}
+    for one in ordered:
+        name = one[0].offer.device.name or ""
+        if len(chosen) < _SIMULATED or per_device.get(name, 0) < _PER_DEVICE:
+            chosen.append(one)
+            per_device[name] = per_device.get(name, 0) + 1
+    return chosen
+
+
+def _candidate(
+    option: Option, own: Coefficients, flow: Fluid, predicted: predict.Prediction, requests: Requests, order: Order
+) -> Candidate:
+    rate, lengths = predicted.rate_per_s, requests.lengths
+    usd_per_h = option.offer.usd_per_h * option.split.devices
+    goodput = Interval(rate, rate / own.tpot.high, rate / own.tpot.low)
+    per_request = usd_per_h / 3600 / rate
+    in_and_out = (lengths.prompt + lengths.output) / 1e6
+
+    def cost(at: float) -> float:
+        return usd_per_h / 3600 / at / in_and_out
+
+    names = sorted({"p50", *(f"p{share * 100:g}" for _, share, _ in order.slo.bounds())})
+    return Candidate(
+        device=option.offer.device.name or "",
+        devices=option.split.devices,
+        engine=option.engine,
+        scheme=option.scheme.name or "",
+        kv_format=option.kv_format,
+        split=str(option.split),
+        memory=option.memory,
+        sequences=option.choice.sequences,
+        goodput_per_s=goodput,
+        ttft_s=predict.percentiles(predicted.outcome.ttft, own.ttft, names),
+        tpot_s=predict.percentiles(predicted.outcome.tpot, own.tpot, names),
+        replicas=math.ceil(order.load_per_s / rate) if order.load_per_s else 1,
+        usd_per_h=usd_per_h,
+        usd_per_1m_input=per_request * flow.prefill_share / lengths.prompt * 1e6,
+        usd_per_1m_output=per_request * (1 - flow.prefill_share) / lengths.output * 1e6,
+        usd_per_1m_tokens=Interval(cost(rate), cost(goodput.high), cost(goodput.low)),
+        bound_by=flow.bound_by,
+        known=own.source or own.name or "",
+        simulated=True,
+        deployment=option.deployment(),
+    )
+
+
+def _too_slow(option: Option, own: Coefficients, flow: Fluid, requests: Requests, slo: SLO) -> Rejection:
+    alone = predict.outcome(option, own, requests, flow.rate_per_s / 100)
+    parts = []
+    for metric, share, limit in slo.bounds():
+        values = sorted(getattr(alone, "tpot" if metric == "itl" else metric))
+        value = statistics.quantile(values, share) if values else math.inf
+        if value > limit:
+            parts.append(
+                f"{metric.upper()} p{share * 100:g} is {value * 1e3:.0f} ms alone and {limit * 1e3:.0f} is promised"
+            )
+    return Rejection(
+        device=option.offer.device.name or "",
+        engine=option.engine,
+        scheme=option.scheme.name or "",
+        what=f"{option.kv_format} KV on {option.split}",
+        reason="; ".join(parts) or "no load keeps the SLO",
+        remedy="more devices for each replica, a smaller scheme, or a looser SLO",
+    )
+
+
+def _facts(model: Model, requests: Requests) -> dict[str, float]:
+    shape, lengths = model.shape, requests.lengths
+    assert shape is not None
+    return {
+        "parameters": shape.parameters,
+        "active_parameters": shape.active_parameters,
+        "kv_numbers_per_token": shape.kv_elements(),
+        "prompt_tokens": lengths.prompt,
+        "output_tokens": lengths.output,
+        "longest_tokens": lengths.longest,
+        "known_prompt_share": lengths.known_share,
+    }
