@@ -30,6 +30,10 @@ class Coefficients(Document):
     bandwidth: Share = Field(default=0.8, description="of the memory bandwidth, when weights are read")
     kv_bandwidth: Share = Field(default=0.6, description="of the memory bandwidth, when the KV cache is read")
     compute: Share = Field(default=0.6, description="of the operations per second, with weights")
+    compute_in: dict[str, Share] = Field(default_factory=dict, description="the same, where a number format differs")
+    experts: Share = Field(default=1.0, description="what routed experts reach of that")
+    experts_bandwidth: Share = Field(default=1.0, description="what routed experts reach of the bandwidth's share")
+    experts_layer_s: float = Field(default=0.0, ge=0, description="added to every step, for each layer, by routing")
     attention: Share = Field(default=0.3, description="of the bf16 operations per second, in attention")
     overlap: float = Field(
         default=4.0, ge=1, description="1: reading and computing add up; more: the slower one counts"
@@ -39,7 +43,8 @@ class Coefficients(Document):
     sequence_s: float = Field(default=0.0, ge=0, description="added to every step, for each answer")
     token_s: float = Field(default=0.0, ge=0, description="added for each prompt token")
     round_s: float = Field(default=0.0, ge=0, description="for each message that all devices wait for")
-    link: Share = Field(default=0.6, description="of the link's bandwidth")
+    link: Share = Field(default=0.6, description="of the link's bandwidth, when partial sums are added up")
+    exchange: Share = Field(default=0.4, description="of the link's bandwidth, when tokens go to experts elsewhere")
     request_s: float = Field(default=0.0, ge=0, description="before a request reaches the queue")
     ttft: Spread = Spread(low=0.5, high=2.0)
     tpot: Spread = Spread(low=0.5, high=2.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -22,10 +23,17 @@ class Scheme(Document):
     head_bits: float = Field(default=16, description="of the output table")
     router_bits: float = 16
     computes_in: str = Field(default="bf16", description="the format of the multiplications")
+    faster_with: dict[str, str] = Field(
+        default_factory=dict, description="on a device that has the one format it multiplies in the other"
+    )
     needs: str | None = Field(default=None, description="a device without this format cannot run it")
     published_as: tuple[str, ...] = Field(default=(), description="how quantization_config or the GGUF file calls it")
     group: str = Field(default="", description="schemes of one group are alike in size and speed")
     source: str = ""
+
+    def multiplies_in(self, formats: Collection[str]) -> str:
+        """Return the format of the multiplications on a device that has these."""
+        return next((better for has, better in self.faster_with.items() if has in formats), self.computes_in)
 
     def expert_bits(self) -> float:
         """Return the bits of a routed expert's number."""

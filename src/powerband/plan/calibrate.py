@@ -146,7 +146,7 @@ def _observations(steps: Steps, device: Device, seen: Seen) -> list[tuple[list[f
 
     def row(batch: Batch, request: float) -> list[float]:
         work = steps(batch)
-        bandwidth, flops = float(device.bandwidth), device.flops(steps.scheme.computes_in)
+        bandwidth, flops = float(device.bandwidth), device.flops(steps.scheme.multiplies_in(device.tflops))
         return [1.0, work.weight_bytes / bandwidth, work.flops / flops, work.kv_bytes / bandwidth,
                 work.attention_flops / device.flops("bf16"), work.sequences, request]  # fmt: skip
 
