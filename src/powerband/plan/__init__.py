@@ -27,8 +27,8 @@ from powerband.plan.work import Split, Steps
 from powerband.store import documents
 
 _DRAWN = 1500  # requests that may be played
-_SIMULATED = 24  # options that are played: those that the fluid estimate puts first
-_PER_DEVICE = 3
+_SIMULATED = 16  # options that are played: those that the fluid estimate puts first
+_PER_DEVICE = 1
 _CONTEXT_STEP = 512
 
 
@@ -146,16 +146,21 @@ def fitted(known: Iterable[Coefficients], engine: str, on: Device, scheme: str |
     for key in (on.name, on.maker):
         near = [one for one in mine if key in one.devices]
         near.sort(key=lambda one: (one.scheme != scheme, one.scheme is not None))
+        if near and key == on.name:
+            return near[0] if near[0].scheme in (None, scheme) else _less_sure(near[0], f"measured in {near[0].scheme}")
         if near:
-            return near[0] if near[0].scheme in (None, scheme) else _from_another_scheme(near[0])
+            return _less_sure(near[0], "none of them on such a device")
     return Coefficients(name="datasheet", engine=engine, source="the datasheet alone: nothing was measured")
 
 
-def _from_another_scheme(one: Coefficients) -> Coefficients:
-    """What was measured in one number format says less about another."""
-    source = f"{one.source}, measured in {one.scheme}"
-    wide = Spread(low=0.5, high=2.0)
-    return one.model_copy(update={"ttft": wide, "tpot": wide, "source": source})
+def _less_sure(one: Coefficients, because: str) -> Coefficients:
+    """What was measured elsewhere, or in another number format, says less."""
+
+    def wide(spread: Spread) -> Spread:
+        return spread.model_copy(update={"low": spread.low**2, "high": spread.high**2})
+
+    update = {"ttft": wide(one.ttft), "tpot": wide(one.tpot), "source": f"{one.source}, {because}"}
+    return one.model_copy(update=update)
 
 
 D = TypeVar("D", Scheme, Device, Coefficients)

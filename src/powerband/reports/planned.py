@@ -52,7 +52,7 @@ def _ranking(found: Plan) -> Table:
         heads.append("need")
     for head in heads:
         table.add_column(head, justify="left" if head in ("on", "engine", "weights", "KV", "split") else "right")
-    for number, one in enumerate(found.candidates[:_SHOWN]):
+    for number, one in enumerate(_different(found)):
         ttft, tpot = (max(kept.items(), key=lambda item: float(item[0][1:]))[1] for kept in (one.ttft_s, one.tpot_s))
         cost = one.usd_per_1m_tokens
         cells = [
@@ -73,6 +73,14 @@ def _ranking(found: Plan) -> Table:
     return table
 
 
+def _different(found: Plan) -> list[Candidate]:
+    """Return the best of each device, engine and number format."""
+    best: dict[tuple[str, str, str], Candidate] = {}
+    for one in found.candidates:
+        best.setdefault((one.device, one.engine, one.scheme), one)
+    return list(best.values())[:_SHOWN]
+
+
 def _sentence(found: Plan, one: Candidate) -> str:
     said = f"{one.scheme} in {one.engine} on {one.devices} x {one.device} answers {words.rate(one.goodput_per_s)}"
     cost = one.usd_per_1m_tokens
@@ -84,7 +92,7 @@ def _sentence(found: Plan, one: Candidate) -> str:
 
 
 def _why(found: Plan) -> Iterator[RenderableType]:
-    for one in found.candidates[:_SHOWN]:
+    for one in _different(found):
         memory = one.memory
         yield Text.assemble(
             (f"{one.device} {one.engine} {one.scheme} {one.kv_format} {one.split}: ", "bold"),
@@ -107,7 +115,7 @@ def page(found: Plan) -> str:
     if found.candidates:
         said = _sentence(found, found.candidates[0])
         parts.append(f'<p class="banner good"><b>First choice.</b> {escape(said)}.</p></header>')
-        parts.append(f"<section class='charts'>{_pareto(found.candidates)}{_costs(found.candidates)}</section>")
+        parts.append(f"<section class='charts'>{_pareto(found.candidates)}{_costs(_different(found))}</section>")
         parts.append(_table(found))
     else:
         parts.append('<p class="banner bad"><b>Nothing fits.</b> No option keeps the SLO.</p></header>')
@@ -126,7 +134,7 @@ def _pareto(candidates: Sequence[Candidate]) -> str:
     ]
     xs, ys = [x for x, _, _ in points], [y for _, y, _ in points]
     chart = Chart(
-        "What a dollar buys, and how fast it flows",
+        "What a dollar buys",
         "tokens per second that a user sees (p50)",
         "million tokens per dollar",
         (min(xs) / 1.2, max(xs) * 1.2),
