@@ -13,7 +13,7 @@ from powerband.core.plan import Plan, Rejection
 from powerband.core.slo import SLO
 from powerband.core.workload import Workload
 from powerband.plan import calibrate
-from powerband.plan.calibrate import Probe, Seen
+from powerband.plan.calibrate import Seen
 from powerband.plan.options import Lengths, Offer, Option, options
 from powerband.plan.simulate import Limits, simulate
 from powerband.plan.times import StepTimes
@@ -166,12 +166,12 @@ def test_calibrating_finds_the_coefficients_that_made_the_times() -> None:
     clock = StepTimes(steps, device, truth)
     seen = []
     for probe in calibrate.PROBES:
-        rows = calibrate._observations(steps, device, Seen(probe, 1, 1, 1))
         solved = [truth.step_s, 2, 5, 2.5, 10, truth.sequence_s, truth.request_s]
-        ttft, tpot = (sum(a * b for a, b in zip(row, solved, strict=True)) for row, _ in rows)
-        seen.append(Seen(probe, ttft, tpot, 5))
-    alone = Seen(Probe(1, 900, 16), clock(Batch(prefill=900, behind=450, firsts=1)) + truth.request_s, 1, 5)
-    assert alone.ttft_s == pytest.approx(next(one.ttft_s for one in seen if one.probe.prompt == 900), rel=1e-6)
+        made = {metric: sum(a * b for a, b in zip(row, solved, strict=True))
+                for metric, row, _ in calibrate._observations(steps, device, Seen(probe, 1, 1, 1))}  # fmt: skip
+        seen.append(Seen(probe, made.get("ttft", 99.0), made["tpot"], 5))
+    alone = clock(Batch(prefill=900, behind=450, firsts=1)) + truth.request_s
+    assert alone == pytest.approx(next(one.ttft_s for one in seen if one.probe.prompt == 900), rel=1e-6)
     fitted = calibrate.fit(steps, device, "vllm", seen, name="x", source="x")
     again = StepTimes(steps, device, fitted)
     for batch in (

@@ -88,10 +88,11 @@ def _calibrate(model: str, engine: str | None) -> None:
     from powerband.launchers import local
     from powerband.plan import calibrate as calibration
     from powerband.plan import machine
+    from powerband.runtime import devices
 
     console = talk()
     deployment = given.deployment(model, engine=engine, settings=[], host=None, port=None)
-    prepared = local.prepare(deployment)
+    prepared = local.prepare(calibration.roomy(deployment, on_cpu=not devices.this_host().gpus))
     shape = prepared.model.shape
     if shape is None:
         raise InputError(f"{model} does not tell its shape", hint="give its config.json or a GGUF file")

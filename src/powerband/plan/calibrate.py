@@ -10,13 +10,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from powerband import metrics
+from powerband import engines, metrics
 from powerband.core.coefficients import Coefficients, Spread
+from powerband.core.deployment import Deployment
 from powerband.core.device import Device
+from powerband.core.engine import Choice
 from powerband.core.records import Records
 from powerband.core.workload import Workload
-from powerband.errors import InvalidMeasurement
+from powerband.errors import InputError, InvalidMeasurement
 from powerband.launchers.local import Prepared
 from powerband.load import generator, prompts, tokens
 from powerband.load.wire import Target
@@ -52,6 +55,34 @@ class Seen:
     ttft_s: float
     tpot_s: float
     answers: int
+
+
+def roomy(deployment: Deployment[Any], *, on_cpu: bool) -> Deployment[Any]:
+    """Return the deployment with the knobs that let every probe in."""
+    longest = max(one.prompt + one.output for one in PROBES) + 512
+    users = max(one.users for one in PROBES)
+    choice = Choice(
+        source=deployment.variant.source,
+        scheme="",
+        kv_format=_plain_kv(deployment),
+        sequences=users,
+        batched_tokens=2048,
+        context=longest,
+        kv_bytes=2**30,
+        on_cpu=on_cpu,
+    )
+    config = deployment.config
+    wanted = config.model_dump() | engines.get(deployment.engine).knobs_for(choice)
+    return deployment.model_copy(update={"config": type(config).model_validate(wanted)})
+
+
+def _plain_kv(deployment: Deployment[Any]) -> str:
+    scheduling = engines.get(deployment.engine).scheduling
+    if scheduling is None:
+        raise InputError(
+            f"there is nothing to calibrate in '{deployment.engine}'", hint="give --engine vllm or llamacpp"
+        )
+    return next(iter(scheduling.kv_formats))
 
 
 async def probe(
@@ -109,17 +140,11 @@ def _room(prepared: Prepared) -> tuple[int, int]:
 
 def fit(steps: Steps, device: Device, engine: str, seen: Sequence[Seen], *, name: str, source: str) -> Coefficients:
     """Return the coefficients under which the probes are most nearly what the roofline says."""
-    rows, values = [], []
-    for one in seen:
-        for row, value in _observations(steps, device, one):
-            rows.append(row)
-            values.append(value)
-    solved = _least_squares(rows, values)
-    errors = [
-        value / max(1e-9, sum(a * b for a, b in zip(row, solved, strict=True)))
-        for row, value in zip(rows, values, strict=True)
-    ]
-    ttft, tpot = sorted(errors[0::2]), sorted(errors[1::2])
+    told = [found for one in seen for found in _observations(steps, device, one)]
+    solved = _least_squares([row for _, row, _ in told], [value for *_, value in told])
+    errors: dict[str, list[float]] = {"ttft": [], "tpot": []}
+    for metric, row, value in told:
+        errors[metric].append(value / max(1e-9, sum(a * b for a, b in zip(row, solved, strict=True))))
     step_s, read, multiply, read_kv, attend, sequence_s, request_s = solved
     return Coefficients(
         name=name,
@@ -134,14 +159,18 @@ def fit(steps: Steps, device: Device, engine: str, seen: Sequence[Seen], *, name
         step_s=step_s,
         sequence_s=sequence_s,
         request_s=request_s,
-        ttft=_spread(ttft),
-        tpot=_spread(tpot),
+        ttft=_spread(errors["ttft"]),
+        tpot=_spread(errors["tpot"]),
         source=source,
     )
 
 
-def _observations(steps: Steps, device: Device, seen: Seen) -> list[tuple[list[float], float]]:
-    """Return what the roofline multiplies with each coefficient, for a probe's TTFT and its time per token."""
+def _observations(steps: Steps, device: Device, seen: Seen) -> list[tuple[str, list[float], float]]:
+    """Return what the roofline multiplies with each coefficient, for a probe's time per token, and for its TTFT.
+
+    Users of equal requests fall into step and wait for each other's prompts, so only one alone tells the
+    time of a prompt.
+    """
     probe = seen.probe
 
     def row(batch: Batch, request: float) -> list[float]:
@@ -150,20 +179,13 @@ def _observations(steps: Steps, device: Device, seen: Seen) -> list[tuple[list[f
         return [1.0, work.weight_bytes / bandwidth, work.flops / flops, work.kv_bytes / bandwidth,
                 work.attention_flops / device.flops("bf16"), work.sequences, request]  # fmt: skip
 
-    others = probe.users - 1
-    prompt = row(
-        Batch(prefill=probe.prompt, behind=probe.prompt / 2, firsts=1, decodes=others, context=probe.prompt), 1.0
-    )
-    if others:  # somebody else's step is under way when a request comes
-        under_way = row(Batch(decodes=others, context=probe.prompt + probe.output / 2), 0.0)
-        prompt = [a + b / 2 for a, b in zip(prompt, under_way, strict=True)]
     token = row(Batch(decodes=probe.users, context=probe.prompt + probe.output / 2), 0.0)
-    other = row(Batch(prefill=probe.prompt, behind=probe.prompt / 2, firsts=1), 0.0)
-    share = others / probe.output  # prompts of others that are read while one token is written
-    mixed = [
-        a + share * (b - (1.0 if place == 0 else 0.0)) for place, (a, b) in enumerate(zip(token, other, strict=True))
-    ]
-    return [(prompt, seen.ttft_s), (mixed, seen.tpot_s)]
+    prompt = row(Batch(prefill=probe.prompt, behind=probe.prompt / 2, firsts=1), 1.0)
+    if probe.users == 1:
+        return [("tpot", token, seen.tpot_s), ("ttft", prompt, seen.ttft_s)]
+    share = (probe.users - 1) / probe.output  # prompts of others that are read while one token is written
+    mixed = [a + share * b for a, b in zip(token, [0.0, *prompt[1:-1], 0.0], strict=True)]
+    return [("tpot", mixed, seen.tpot_s)]
 
 
 def _least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
