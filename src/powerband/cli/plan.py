@@ -45,6 +45,8 @@ def plan(
 
     Exit code 4: nothing that was offered keeps the SLO.
     """
+    from pathlib import Path
+
     from powerband import plan as stage
     from powerband.errors import PromiseBroken
     from powerband.plan import calibrate as calibration
@@ -62,6 +64,7 @@ def plan(
             engine=engine,
             schemes=tuple(scheme or ()),
             load_per_s=load,
+            base=Path(workload).parent if "." in workload else None,
             calibrated=calibration.kept(),
         )
     )

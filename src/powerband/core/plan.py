@@ -41,12 +41,11 @@ class Candidate(Value):
     tpot_s: dict[str, Interval] = Field(default_factory=dict)
     replicas: int = Field(default=1, description="for the load that was asked for")
     usd_per_h: float = Field(description="of one replica")
-    usd_per_1m_input: float | None = None
-    usd_per_1m_output: float | None = None
-    usd_per_1m_tokens: Interval | None = Field(default=None, description="input and output together")
+    usd_per_1m_input: float
+    usd_per_1m_output: float
+    usd_per_1m_tokens: Interval = Field(description="input and output together")
     bound_by: str = ""
     known: str = Field(default="", description="what its prediction rests on")
-    simulated: bool = False
     deployment: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -72,5 +71,4 @@ class Plan(Document):
     load_per_s: float | None = None
     candidates: tuple[Candidate, ...] = ()
     rejections: tuple[Rejection, ...] = ()
-    notes: tuple[str, ...] = ()
     facts: dict[str, Any] = Field(default_factory=dict)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 from powerband import catalog, engines
@@ -43,6 +45,7 @@ class Order:
     engine: str | None = None
     schemes: tuple[str, ...] = ()
     load_per_s: float | None = None
+    base: Path | None = None  # of the workload's own paths
     calibrated: tuple[Coefficients, ...] = ()  # of this machine; they come before the catalogue's
 
 
@@ -50,7 +53,7 @@ def plan(order: Order) -> Plan:
     """Rank every way to serve the model on the devices that are offered."""
     if order.model.shape is None:
         raise InputError(f"{order.model.source} does not tell its shape", hint="give its config.json or a GGUF file")
-    requests = draw(order.workload, order.model)
+    requests = draw(order.workload, order.model, base=order.base)
     known = coefficients(order.calibrated)
     fitting: list[tuple[Option, Coefficients, Fluid]] = []
     rejections: list[Rejection] = []
@@ -69,7 +72,7 @@ def plan(order: Order) -> Plan:
             rejections.append(_too_slow(option, own, flow, requests, order.slo))
         else:
             candidates.append(_candidate(option, own, flow, predicted, requests, order))
-    candidates.sort(key=lambda one: one.usd_per_1m_tokens.value if one.usd_per_1m_tokens else math.inf)
+    candidates.sort(key=lambda one: one.usd_per_1m_tokens.value)
     return Plan(
         model=order.model.source,
         workload=order.workload,
@@ -81,10 +84,10 @@ def plan(order: Order) -> Plan:
     )
 
 
-def draw(workload: Workload, model: Model) -> Requests:
+def draw(workload: Workload, model: Model, *, base: Path | None = None) -> Requests:
     """Draw the requests that `bench` would send, one a second on average."""
     open_loop = workload.at_rate(1.0)
-    traffic = prompts.prepare(open_loop, _DRAWN, vocabulary=tokens.vocabulary(model.source))
+    traffic = prompts.prepare(open_loop, _DRAWN, vocabulary=tokens.vocabulary(model.source), base=base)
     inputs, outputs = list(traffic.prompt_tokens), list(traffic.output_tokens)[:: traffic.turns]
     longest = max(a + b for a, b in zip(inputs, outputs, strict=True))
     room = math.ceil(1.25 * longest / _CONTEXT_STEP) * _CONTEXT_STEP
@@ -125,11 +128,13 @@ def steps_of(model: Model, deployment: Deployment[Any]) -> Steps:
     return Steps(model.shape, scheme_of(model), Split(), kv_bytes=sizes.get(wanted or "", 2.0))
 
 
-def all_schemes() -> list[Scheme]:
+@cache
+def all_schemes() -> tuple[Scheme, ...]:
     """Return the catalogue's schemes."""
-    return [_read(Scheme, name) for name in catalog.names("scheme")]
+    return tuple(_read(Scheme, name) for name in catalog.names("scheme"))
 
 
+@cache
 def device(name: str) -> Device:
     """Return a device of the catalogue."""
     return _read(Device, name)
@@ -222,7 +227,6 @@ def _candidate(
         usd_per_1m_tokens=Interval(cost(rate), cost(goodput.high), cost(goodput.low)),
         bound_by=flow.bound_by,
         known=own.source or own.name or "",
-        simulated=True,
         deployment=option.deployment(),
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from powerband import catalog
 from powerband.core.device import Device, Price
 from powerband.core.host import Host
 
@@ -38,8 +37,3 @@ def this_machine(host: Host, devices: list[Device]) -> tuple[Device, int]:
         sources={"all": "round numbers for a CPU of so many cores"},
     )
     return device, 1
-
-
-def known_devices() -> tuple[str, ...]:
-    """Return the names that may be asked for."""
-    return (NAME, *catalog.names("device"))

@@ -139,9 +139,21 @@ def _fit(
     assert shape is not None
     on_cpu = device.maker == "cpu"
     steps = Steps(shape, scheme, split, kv_bytes=scheduling.kv_formats[kv_format])
-    batched = scheduling.cpu_batched_tokens if on_cpu else scheduling.batched_tokens
-    fixed = _fixed(model, engine, batched, device, split)
     context = lengths.longest
+    choice = Choice(
+        source=model.source,
+        scheme=scheme.name or "",
+        kv_format=kv_format,
+        tensor=split.tensor,
+        pipeline=split.pipeline,
+        expert=split.expert > 1,
+        on_cpu=on_cpu,
+        sequences=1,
+        batched_tokens=scheduling.cpu_batched_tokens if on_cpu else scheduling.batched_tokens,
+        context=context,
+        kv_bytes=0,
+    )
+    fixed = _fixed(choice, model, engine, device, split)
     usable = device.memory * scheduling.memory_share
     weights = steps.weight_bytes
     room = usable - weights - fixed.activations_bytes - fixed.overhead_bytes
@@ -160,19 +172,8 @@ def _fit(
         # slots of llama.cpp hold the longest context each; vLLM's pages are taken as they are needed
         int(room / (steps.kv_of(lengths.held) if scheduling.cuts_tensors else one)),
     )
-    choice = Choice(
-        source=model.source,
-        scheme=scheme.name or "",
-        kv_format=kv_format,
-        tensor=split.tensor,
-        pipeline=split.pipeline,
-        expert=split.expert > 1,
-        on_cpu=on_cpu,
-        sequences=max(1, sequences),
-        batched_tokens=batched,
-        context=context,
-        kv_bytes=int(room) // 2**20 * 2**20 * split.devices,
-    )
+    kv_bytes = int(room) // 2**20 * 2**20 * split.devices
+    choice = choice.model_copy(update={"sequences": max(1, sequences), "kv_bytes": kv_bytes})
     memory = Memory(
         device=device.memory,
         weights=int(weights),
@@ -186,12 +187,10 @@ def _fit(
     return Option(offer, engine, scheme, kv_format, split, memory, choice, shape)
 
 
-def _fixed(model: Model, engine: str, batched: int, device: Device, split: Split) -> Footprint:
+def _fixed(choice: Choice, model: Model, engine: str, device: Device, split: Split) -> Footprint:
     """Return what the engine takes besides weights and KV cache, by its own adapter's word."""
     adapter = engines.get(engine)
-    knob = {"vllm": "max_num_batched_tokens", "llamacpp": "batch_size"}[engine]
-    config = {knob: batched} | ({"kv_cache_memory_bytes": 0} if engine == "vllm" else {"ctx_size": 1})
-    data = {"variant": {"source": model.source}, "engine": engine, "config": config}
+    data = {"variant": {"source": model.source}, "engine": engine, "config": adapter.knobs_for(choice)}
     deployment = engines.deployment_type(engine).model_validate(data)
     return adapter.footprint(deployment, model=model, host=host_of(device, split.devices))
 

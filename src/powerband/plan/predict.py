@@ -39,9 +39,6 @@ class Fluid:
 
     rate_per_s: float
     answer_s: float
-    alone_ttft_s: float
-    alone_tpot_s: float
-    batch: float
     prefill_share: float  # of the time
     bound_by: str
 
@@ -57,8 +54,6 @@ def fluid(option: Option, coefficients: Coefficients, lengths: Lengths, slo: SLO
     fresh = lengths.prompt * (1 - lengths.known_share)
     whole = Batch(prefill=fresh, behind=lengths.prompt - fresh / 2, firsts=1)
     prefill_s = max(step(whole) - coefficients.step_s, 1e-9)
-    alone_ttft = step(whole) + coefficients.request_s
-    alone_tpot = step(Batch(decodes=1, context=lengths.held))
     limit = min((seconds for metric, _, seconds in slo.bounds() if metric in ("tpot", "itl")), default=math.inf)
     low, high = 1.0, float(option.choice.sequences)
 
@@ -75,7 +70,7 @@ def fluid(option: Option, coefficients: Coefficients, lengths: Lengths, slo: SLO
     if high == float(option.choice.sequences) and option.memory.sequences > option.choice.sequences:
         bound = "the batch's size"
     share = high / lengths.output * prefill_s / each
-    return Fluid(high / (lengths.output * each), lengths.output * each, alone_ttft, alone_tpot, high, share, bound)
+    return Fluid(high / (lengths.output * each), lengths.output * each, share, bound)
 
 
 @dataclass(frozen=True)

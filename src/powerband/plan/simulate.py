@@ -34,14 +34,7 @@ class Outcome:
     tpot: array[float] = field(default_factory=lambda: array("d"))
     e2e: array[float] = field(default_factory=lambda: array("d"))
     refused: int = 0
-    span_s: float = 0.0
     waiting_s: float = 0.0  # how long the last request waited for its first token
-    busy: float = 0.0  # mean answers being written, over the steps
-
-    @property
-    def finished_per_s(self) -> float:
-        """Return how many requests were answered per second."""
-        return len(self.e2e) / self.span_s if self.span_s else 0.0
 
 
 @dataclass
@@ -70,7 +63,7 @@ def simulate(
     reading: deque[_Prompt] = deque()  # prompts that are being computed
     writing: list[tuple[float, int, float]] = []  # (step at which it ends, number, tokens it holds then)
     now, step, arrived, held, context, refused = 0.0, 0.0, 0, 0.0, 0.0, 0
-    served, steps_of = [False] * count, 0.0
+    served = [False] * count
     rate = limits.tokens_per_step
 
     def admit() -> None:
@@ -110,7 +103,6 @@ def simulate(
             mean = context / decodes if decodes else 0.0
             now += step_s(Batch(chunk, behind / chunk if chunk else 0.0, decodes, mean, firsts))
             step += 1
-            steps_of += decodes
             context += decodes * rate
             for prompt in finished:
                 ttft[prompt.number] = now - prompt.due
@@ -127,7 +119,6 @@ def simulate(
                 steps = max(1.0, min(until_end, -(-gap // each)))
             now += steps * each
             step += steps
-            steps_of += steps * decodes
             context += steps * decodes * rate
         elif arrived < count:
             now = due[arrived] + limits.request_s
@@ -137,7 +128,7 @@ def simulate(
             ends[number], served[number] = now, True
             held -= tokens
             context = max(0.0, context - tokens)
-    found = Outcome(refused=refused, span_s=now - due[0] if due else 0.0, busy=steps_of / step if step else 0.0)
+    found = Outcome(refused=refused)
     for number in range(warm, count):
         if served[number]:
             whole = ends[number] - due[number]

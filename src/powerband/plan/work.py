@@ -55,12 +55,10 @@ class Work(NamedTuple):
     kv_bytes: float
     flops: float  # with weights
     attention_flops: float
-    expert_share: float  # of the weight bytes, read for routed experts
     reduce_bytes: float  # sent over the links to add up partial sums
     exchange_bytes: float  # sent to reach experts elsewhere
     rounds: float  # messages that everybody waits for
     layers: float
-    tokens: float
     sequences: float
 
 
@@ -70,8 +68,8 @@ class Steps:
     def __init__(self, shape: Shape, scheme: Scheme, split: Split, *, kv_bytes: float = 2.0) -> None:
         self.shape, self.scheme, self.split, self.kv_bytes = shape, scheme, split, kv_bytes
         own, slices = split.tensor, split.expert_slices
-        self._dense_bytes = self._dense_flops = self._expert_flops = self._kv = self._scores = 0.0
-        self._experts: list[tuple[float, float, int]] = []  # bytes of one expert here, share that is active, experts
+        self._dense_bytes = self._dense_flops = self._expert_flops = self._scores = 0.0
+        self._experts: list[tuple[float, float]] = []  # bytes of a group's experts here, share that a token passes
         self._windows: list[tuple[float, int | None]] = []
         self._routed_layers = 0
         for one in shape.layers:
@@ -80,9 +78,7 @@ class Steps:
             self._dense_flops += 2.0 * one.count * (plain + one.router) / own
             if one.experts:
                 each = one.expert * scheme.expert_bits() / 8 / slices
-                self._experts.append(
-                    (one.count * each * one.experts / split.expert, one.active / one.experts, one.experts)
-                )
+                self._experts.append((one.count * each * one.experts / split.expert, one.active / one.experts))
                 self._expert_flops += 2.0 * one.count * one.active * one.expert / (split.expert * slices)
                 self._routed_layers += one.count
             share = _kv_share(one, own)
@@ -101,7 +97,7 @@ class Steps:
     @property
     def weight_bytes(self) -> float:
         """Return what one device holds of the weights."""
-        experts = sum(each for each, _, _ in self._experts)
+        experts = sum(each for each, _ in self._experts)
         table = self.shape.embedding * self.scheme.embedding_bits / 8 / self.split.tensor if not self.shape.tied else 0
         return (self._dense_bytes + experts) / self._pipeline + self._head_bytes + table
 
@@ -109,7 +105,7 @@ class Steps:
         """Return the work of a step; a pipeline's stages are passed one after another, so their work adds up."""
         data = self.split.data
         local, whole = batch.tokens / data, batch.tokens
-        experts = sum(each * (1 - (1 - share) ** whole) for each, share, _ in self._experts)
+        experts = sum(each * (1 - (1 - share) ** whole) for each, share in self._experts)
         outputs = (batch.decodes + batch.firsts) / data
         weights = self._dense_bytes + experts + (self._head_bytes if outputs else 0.0)
         kv = batch.decodes / data * (self.kv_of(batch.context) * self._pipeline + self._state / 2)
@@ -128,12 +124,10 @@ class Steps:
             kv_bytes=kv,
             flops=flops,
             attention_flops=attention,
-            expert_share=experts / weights if weights else 0.0,
             reduce_bytes=reduce_bytes,
             exchange_bytes=exchange,
             rounds=rounds,
             layers=float(self.shape.depth),
-            tokens=local,
             sequences=(batch.decodes + batch.firsts) / data,
         )
 

@@ -64,8 +64,8 @@ def _ranking(found: Plan) -> Table:
             words.number(one.goodput_per_s.value),
             words.seconds(ttft.value),
             words.seconds(tpot.value),
-            f"{cost.value:.3g}" if cost else "-",
-            f"{cost.low:.2g}-{cost.high:.2g}" if cost else "-",
+            f"{cost.value:.3g}",
+            f"{cost.low:.2g}-{cost.high:.2g}",
         ]
         if found.load_per_s:
             cells.append(f"{one.replicas * one.devices}")
@@ -83,8 +83,7 @@ def _different(found: Plan) -> list[Candidate]:
 
 def _sentence(found: Plan, one: Candidate) -> str:
     said = f"{one.scheme} in {one.engine} on {one.devices} x {one.device} answers {words.rate(one.goodput_per_s)}"
-    cost = one.usd_per_1m_tokens
-    said += f" for {one.usd_per_h:.3g} $/h" + (f", {cost.value:.3g} $ per 1M tokens" if cost else "")
+    said += f" for {one.usd_per_h:.3g} $/h, {one.usd_per_1m_tokens.value:.3g} $ per 1M tokens"
     if found.load_per_s:
         devices, price = one.replicas * one.devices, one.replicas * one.usd_per_h
         said += f"; {found.load_per_s:g}/s need {one.replicas} replicas, {devices} devices, {price:.3g} $/h"
@@ -127,11 +126,7 @@ def page(found: Plan) -> str:
 
 def _pareto(candidates: Sequence[Candidate]) -> str:
     """How fast an answer flows, against how much a dollar buys; the line joins what nothing beats in both."""
-    points = [
-        (1 / one.tpot_s["p50"].value, 1 / one.usd_per_1m_tokens.value, one)
-        for one in candidates
-        if one.usd_per_1m_tokens
-    ]
+    points = [(1 / one.tpot_s["p50"].value, 1 / one.usd_per_1m_tokens.value, one) for one in candidates]
     xs, ys = [x for x, _, _ in points], [y for _, y, _ in points]
     chart = Chart(
         "What a dollar buys",
@@ -150,19 +145,16 @@ def _pareto(candidates: Sequence[Candidate]) -> str:
     chart.line(front, "second", label="nothing beats these")
     for x, y, one in points:
         cost = one.usd_per_1m_tokens
-        assert cost is not None
         chart.dots([(x, y, 1 / cost.high, 1 / cost.low, f"{one.devices} x {one.device}, {one.scheme}")], "first")
     return f"<figure>{chart.render()}</figure>"
 
 
 def _costs(candidates: Sequence[Candidate]) -> str:
     """Dollars per million tokens, a bar each, with its interval."""
-    shown = [one for one in candidates if one.usd_per_1m_tokens][:_SHOWN]
-    most = max(one.usd_per_1m_tokens.high for one in shown if one.usd_per_1m_tokens)
+    most = max(one.usd_per_1m_tokens.high for one in candidates)
     rows = []
-    for one in shown:
+    for one in candidates:
         cost = one.usd_per_1m_tokens
-        assert cost is not None
         name = f"{one.devices} x {one.device}, {one.engine} {one.scheme}"
         rows.append(
             f"<tr><td>{escape(name)}</td><td class='bar'><i style='width:{100 * cost.value / most:.1f}%'></i>"
