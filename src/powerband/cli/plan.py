@@ -86,6 +86,7 @@ def _calibrate(model: str, engine: str | None) -> None:
     """Start the model's engine here, probe it, and keep the coefficients."""
     import asyncio
 
+    from powerband import catalog
     from powerband import plan as stage
     from powerband.errors import InputError
     from powerband.launchers import local
@@ -99,7 +100,7 @@ def _calibrate(model: str, engine: str | None) -> None:
     shape = prepared.model.shape
     if shape is None:
         raise InputError(f"{model} does not tell its shape", hint="give its config.json or a GGUF file")
-    device, _ = machine.this_machine(prepared.host, [])
+    device, _ = machine.this_machine(prepared.host, [stage.device(one) for one in catalog.names("device")])
     steps = stage.steps_of(prepared.model, deployment)
 
     async def measure() -> list[calibration.Seen]:
