@@ -1,7 +1,7 @@
 """Measured GPU rows, the roofline fitted to them, and what a hold-out says of its predictions.
 
-The roofline is the planner's own (`powerband.plan.times`), written once more over arrays so that it can be fitted; a row's
-work comes from `powerband.plan.work`. What the roofline leaves is learned from rows of other groups only.
+The roofline is the planner's own, written once more over arrays so that it can be fitted. What is scored is the planner
+itself: `powerband.plan.steady` with coefficients, and `powerband.plan.rest` with trees, that saw rows of other groups only.
 """
 
 from __future__ import annotations
@@ -16,17 +16,21 @@ from typing import Any
 import lightgbm
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import cho_factor, cho_solve
 from scipy.optimize import least_squares
 
 from powerband import plan
 from powerband.core import shape as shapes
+from powerband.core.coefficients import Coefficients, Spread
+from powerband.core.device import Device
 from powerband.core.scheme import Scheme
+from powerband.plan import rest
+from powerband.plan.rest import ENGINES, FORMATS, Rest
+from powerband.plan.steady import steady
+from powerband.plan.times import StepTimes
 from powerband.plan.work import Batch, Split, Steps, Work
 
 Array = NDArray[np.float64]
 DATA = Path(__file__).parent / "data" / "silicon"
-BACKENDS, FORMATS = ("vllm", "sglang", "trtllm"), ("bf16", "fp8", "fp4")
 MODELS = {
     "Llama-3.1-8B": "meta-llama--Meta-Llama-3.1-8B",
     "Llama-3.1-70B": "meta-llama--Meta-Llama-3.1-70B",
@@ -46,6 +50,7 @@ class Rows:
     """The rows as columns."""
 
     raw: list[dict[str, str]]
+    served: list[tuple[Steps, Device]]
     values: dict[str, Array]
     decode: dict[str, Array]  # the work of a step that writes one token of every answer
     prompt: dict[str, Array]  # the work of reading one prompt
@@ -64,7 +69,7 @@ def read(*, scored: bool = True) -> Rows:
     """Read the rows, and work out what each of them moved and computed."""
     schemes = {one.name: one for one in plan.all_schemes()}
     known: dict[Any, Steps] = {}
-    raw, values, decode, prompt = [], [], [], []
+    raw, served, values, decode, prompt = [], [], [], [], []
     with (DATA / "silicon_clean.csv").open() as stream:
         for row in csv.DictReader(stream):
             if row["family"] not in MODELS or (scored and row["scored"] != "True"):
@@ -83,6 +88,7 @@ def read(*, scored: bool = True) -> Rows:
             steps, isl, osl = known[key], float(row["isl"]), float(row["osl"])
             users = float(row["conc"] or row["batch_size"])
             raw.append(row)
+            served.append((steps, device))
             decode.append(steps(Batch(decodes=users, context=isl + osl / 2)))
             prompt.append(steps(Batch(prefill=isl, behind=isl / 2, firsts=1)))
             values.append(
@@ -101,12 +107,12 @@ def read(*, scored: bool = True) -> Rows:
                     "link": device.link,
                     "sparse": float(steps.shape.experts > 0),
                     "format": FORMATS.index(multiplies_in),
-                    "backend": BACKENDS.index(row["backend"]),
+                    "backend": ENGINES.index(row["backend"]),
                     "blackwell": float(row["system"].startswith("b")),
-                    "int4": float(row["gemm_quant_mode"].startswith("int4")),
+                    "unpacking": float(multiplies_in == "bf16" and scheme.expert_bits() < 8),
                 }
             )
-    return Rows(raw, _columns(values), _work(decode), _work(prompt))
+    return Rows(raw, served, _columns(values), _work(decode), _work(prompt))
 
 
 def _scheme(row: dict[str, str], schemes: dict[str | None, Scheme]) -> Scheme:
@@ -140,7 +146,7 @@ def _work(found: list[Work]) -> dict[str, Array]:
 # Where a fit begins and how far it may go, in logarithms: shares are near what engines reach, overheads are looser.
 START: dict[str, tuple[float, float]] = {
     "bandwidth": (0.8, 0.35), "experts_bandwidth": (0.6, 0.35), "kv_bandwidth": (0.6, 0.35), "attention": (0.3, 0.35),
-    "bf16": (0.6, 0.35), "fp8": (0.5, 0.35), "fp4": (0.35, 0.35), "experts": (0.5, 0.35), "int4": (0.5, 0.7),
+    "bf16": (0.6, 0.35), "fp8": (0.5, 0.35), "fp4": (0.35, 0.35), "experts": (0.5, 0.35), "unpacking": (0.5, 0.7),
     "step vllm": (3e-3, 0.7), "step sglang": (2e-3, 0.7), "step trtllm": (1e-3, 0.7),
     "layer vllm": (1.5e-5, 0.7), "layer sglang": (1.5e-5, 0.7), "layer trtllm": (1e-5, 0.7),
     "experts_layer": (3e-5, 0.7), "sequence": (1e-5, 0.7), "round": (1.2e-5, 0.7), "link": (0.5, 0.35),
@@ -173,13 +179,13 @@ class Roofline:
         return tpot, ttft, step, prompt
 
     def _of(self, what: str, c: dict[str, float]) -> Array:
-        return np.array([c[f"{what} {name}"] for name in BACKENDS])[self.rows.values["backend"].astype(int)]
+        return np.array([c[f"{what} {name}"] for name in ENGINES])[self.rows.values["backend"].astype(int)]
 
     def _seconds(self, work: dict[str, Array], c: dict[str, float]) -> Array:
         v, newer = self.rows.values, self.rows.values["blackwell"]
         read = np.where(v["sparse"] > 0, c["experts_bandwidth"], c["bandwidth"]) * c["blackwell bandwidth"] ** newer
         compute = np.array([c[name] for name in FORMATS])[v["format"].astype(int)]
-        compute = compute * np.where(v["sparse"] > 0, c["experts"], 1) * c["int4"] ** v["int4"]
+        compute = compute * np.where(v["sparse"] > 0, c["experts"], 1) * c["unpacking"] ** v["unpacking"]
         power = 1 + c["overlap"]
         reading, computing = work["weight_bytes"] / (v["bandwidth"] * read), work["flops"] / (v["flops"] * compute)
         weights = (reading**power + computing**power) ** (1 / power)
@@ -224,132 +230,136 @@ def folds(rows: Rows, hold_out: str) -> Iterator[tuple[NDArray[np.int64], NDArra
         yield np.flatnonzero(~asked), np.flatnonzero(asked)
 
 
-def features(rows: Rows, step: Array, prompt: Array) -> Array:
-    """What the rest is learned from: loads, splits, and which part of a step each kind of work is. No names."""
-    v, d, p, log = rows.values, rows.decode, rows.prompt, np.log
-    columns = [
-        log(v["users"]), log(v["isl"]), log(v["osl"]), log(v["tp"]), log(v["dp"]), log(v["ep"]), v["backend"],
-        v["format"], v["sparse"], log(d["weight_bytes"] / v["bandwidth"] / step),
-        log(d["kv_bytes"] / v["bandwidth"] / step), log(d["flops"] / v["flops"] / step + 1e-6),
-        log(v["users"] * prompt / v["osl"] / step), log(p["flops"] / v["flops"] / prompt),
-        log(p["weight_bytes"] / v["bandwidth"] / prompt), log(p["attention_flops"] / v["bf16"] / prompt + 1e-6),
-        log(d["reduce_bytes"] / v["link"] / step + 1e-4), d["rounds"] / 100,
-        log(d["exchange_bytes"] / v["link"] / step + 1e-4), log(d["layers"]), log(v["bandwidth"] / v["flops"] * 1e3),
-        log(step), log(prompt), log(v["users"] * v["isl"]),
-    ]  # fmt: skip
-    return np.stack(columns, 1)
-
-
-def boosted(known: NDArray[np.int64], asked: NDArray[np.int64], rest: Array, table: Array, group: Array) -> Array:
-    """Learn the rest by boosted trees, every group counting for the square root of its size."""
-    size = np.bincount(group[known].astype(int))[group[known].astype(int)]
-    found = []
-    for seed in range(3):
-        options = dict(  # noqa: C408
-            objective="l1", learning_rate=0.05, num_leaves=15, min_data_in_leaf=12, feature_fraction=0.6,
-                       bagging_fraction=0.8, bagging_freq=1, lambda_l2=2.0, verbose=-1, seed=seed)  # fmt: skip
-        data = lightgbm.Dataset(table[known], rest[known], weight=1 / np.sqrt(size))
-        found.append(lightgbm.train(options, data, 300).predict(table[asked]))
-    return np.asarray(np.mean(found, 0))
-
-
-class Neighbours:
-    """A Gaussian process over the rest: rows of the same model, device, engine and split tell most of each other."""
-
-    def __init__(self, rows: Rows, step: Array, prompt: Array) -> None:
-        v, d = rows.values, rows.decode
-        loads = np.stack([np.log(v[name]) for name in ("users", "isl", "osl", "tp", "ep", "dp")], 1)
-        self.loads = (loads - loads.mean(0)) / np.maximum(loads.std(0), 0.3)
-        parts = features(rows, step, prompt)[:, [9, 10, 11, 12, 13, 21, 22]]
-        parts = np.column_stack([parts, d["rounds"] / 200])
-        self.parts = (parts - parts.mean(0)) / parts.std(0)
-        groups = (("backend",), ("family", "backend"), ("family", "system", "backend", "precision"),
-                  ("family", "system", "backend", "precision", "tp_size", "moe_ep_size", "attention_dp_size"),
-                  ("system", "backend"), ("precision", "backend", "system"), ("backend", "backend_version"))  # fmt: skip
-        self.groups = [rows.codes(*names) for names in groups]
-
-    def kernel(self, a: NDArray[np.int64], b: NDArray[np.int64], weights: Array) -> Array:
-        """Return how alike rows are expected to be."""
-        same = [(group[a][:, None] == group[b][None]).astype(float) for group in self.groups]
-        near = _near(self.parts[a], self.parts[b], 1.5)
-        kinds = [near, same[0] * near, same[1] * (0.5 + 0.5 * _near(self.parts[a], self.parts[b], 2.0)),
-                 same[2] * (0.5 + _near(self.loads[a], self.loads[b], 1.2)),
-                 same[3] * (0.5 + _near(self.loads[a], self.loads[b], 0.8)), same[4], same[5], same[6]]  # fmt: skip
-        return np.asarray(sum(weight * kind for weight, kind in zip(weights, kinds, strict=True)))
-
-    def __call__(self, known: Any, asked: Any, rest: Array, weights: Array, noise: float) -> Array:
-        middle = float(np.median(rest[known]))
-        table = self.kernel(known, known, weights) + noise * np.eye(len(known))
-        solved = cho_solve(cho_factor(table), rest[known] - middle)
-        return np.asarray(middle + self.kernel(asked, known, weights) @ solved)
-
-
-def _near(a: Array, b: Array, scale: float) -> Array:
-    squares = ((a / scale) ** 2).sum(1)[:, None] + ((b / scale) ** 2).sum(1)[None] - 2 * (a / scale) @ (b / scale).T
-    return np.asarray(np.exp(-0.5 * np.maximum(squares, 0)))
-
-
-_ALIKE = {"tpot": (np.array([0.03, 0.02, 0.03, 0.04, 0.02, 0.01, 0.01, 0.005]), 0.002),
-          "ttft": (np.array([0.06, 0.05, 0.06, 0.08, 0.05, 0.03, 0.02, 0.02]), 0.02)}  # fmt: skip
 Prediction = dict[str, Array]
+_LATENCIES = ("ttft", "tpot")
+_SHRINK = 5  # a cell of so many rows is believed by half
+
+
+def coefficients(x: Array, *, engine: str, blackwell: float) -> Coefficients:
+    """Return a fit as the planner's catalogue keeps it."""
+    c = dict(zip(NAMES, np.exp(x), strict=True))
+    layer = c["blackwell layer"] ** blackwell
+    return Coefficients(
+        engine=engine,
+        bandwidth=c["bandwidth"] * c["blackwell bandwidth"] ** blackwell,
+        experts_bandwidth=c["experts_bandwidth"] / c["bandwidth"],
+        kv_bandwidth=c["kv_bandwidth"] * c["blackwell kv"] ** blackwell,
+        compute=c["bf16"],
+        compute_in={"fp8": c["fp8"], "fp4": c["fp4"]},
+        unpacking=c["unpacking"],
+        experts=c["experts"],
+        attention=c["attention"],
+        overlap=1 + c["overlap"],
+        step_s=c[f"step {engine}"],
+        layer_s=c[f"layer {engine}"] * layer,
+        experts_layer_s=c["experts_layer"] * layer,
+        sequence_s=c["sequence"],
+        round_s=c["round"] * c["blackwell round"] ** blackwell,
+        link=c["link"],
+        exchange=c["exchange"],
+        mixing=c["mixing"],
+        queue=c["queue"],
+        queue_power=c["queue power"] / (1 + c["queue power"]),
+        under_way=c["under way"],
+        request_s=c[f"request {engine}"],
+    )
+
+
+class Planner:
+    """The planner as it is shipped, with a roofline and trees that saw some rows only."""
+
+    def __init__(self, rows: Rows, roofline: Roofline, known: NDArray[np.int64]) -> None:
+        self.rows, self.known = rows, known
+        x, v = roofline.fit(known), rows.values
+        own = {(e, b): coefficients(x, engine=e, blackwell=b) for e in ENGINES for b in (0.0, 1.0)}
+        self.times, self.steady = [], []
+        for number, (steps, device) in enumerate(rows.served):
+            engine, newer = ENGINES[int(v["backend"][number])], float(v["blackwell"][number])
+            times = StepTimes(steps, device, own[engine, newer])
+            users, prompt, output = (float(v[name][number]) for name in ("users", "isl", "osl"))
+            self.times.append(times)
+            self.steady.append(steady(times, users=users * steps.split.data, prompt=prompt, output=output))
+        fitted = dict(zip(("tpot", "ttft"), roofline.predict(x)[:2], strict=True))
+        self.roofline = {name: np.array([getattr(one, f"{name}_s") for one in self.steady]) for name in _LATENCIES}
+        for name in _LATENCIES:
+            assert np.allclose(self.roofline[name], fitted[name], rtol=1e-6), "the planner is not what was fitted"
+        table = np.array([self._features(number) for number in range(len(rows))])
+        rests = {name: np.log(v[name] / self.roofline[name]) for name in _LATENCIES}
+        grown = {name: boosted(table[known], rests[name][known], roofline.group[known]) for name in _LATENCIES}
+        left = rests["tpot"][known] - grown["tpot"].predict(table[known])
+        trees = {name: as_lists(one) for name, one in grown.items()}
+        none = {name: Spread(low=1.0, high=1.0) for name in _LATENCIES}
+        self.rest = Rest(trees, self._cells(left), {"known": none, "new": none})
+
+    def _engine(self, number: int) -> str:
+        return ENGINES[int(self.rows.values["backend"][number])]
+
+    def _features(self, number: int) -> list[float]:
+        return rest.features(self._engine(number), self.times[number], self.steady[number])
+
+    def _cells(self, left: Array) -> dict[str, float]:
+        """Return what is left of vLLM's time per token in each cell, then in each split of a cell."""
+        found: dict[str, float] = {}
+        chosen = [place for place, number in enumerate(self.known) if self._engine(number) == "vllm"]
+        left = left.copy()
+        for depth in (0, 1):
+            names = {place: rest.cells(self.times[self.known[place]])[depth] for place in chosen}
+            for name in sorted(set(names.values())):
+                places = [place for place in chosen if names[place] == name]
+                found[name] = float(left[places].sum() / (len(places) + _SHRINK))
+                left[places] -= found[name]
+        return found
+
+    def predict(self, number: int) -> tuple[float, float]:
+        """Return TTFT and TPOT of a row."""
+        times, found, engine = self.times[number], self.steady[number], self._engine(number)
+        factors = self.rest(engine, times, found)
+        return found.ttft_s * factors.ttft, found.tpot_s * factors.tpot
+
+
+def boosted(table: Array, target: Array, group: NDArray[np.int64]) -> Any:
+    """Learn by boosted trees, every group counting for the square root of its size."""
+    size = np.bincount(group)[group]
+    options = dict(  # noqa: C408
+        objective="l1", learning_rate=0.05, num_leaves=15, min_data_in_leaf=12, feature_fraction=0.6,
+        bagging_fraction=0.8, bagging_freq=1, lambda_l2=2.0, verbose=-1, seed=0, deterministic=True, num_threads=2,
+    )  # fmt: skip
+    return lightgbm.train(options, lightgbm.Dataset(table, target, weight=1 / np.sqrt(size)), 300)
+
+
+def as_lists(booster: Any) -> list[rest.Tree]:
+    """Return the trees as the planner keeps them, rounded."""
+
+    def walk(node: dict[str, Any]) -> Any:
+        if "leaf_value" in node:
+            return float(f"{node['leaf_value']:.3g}")
+        sides = (walk(node["left_child"]), walk(node["right_child"]))
+        return [node["split_feature"], float(f"{node['threshold']:.5g}"), *sides]
+
+    return [walk(tree["tree_structure"]) for tree in booster.dump_model()["tree_info"]]
 
 
 def held_out(
     rows: Rows, hold_out: str, *, say: Callable[[str], None] = lambda _: None
 ) -> tuple[Prediction, Prediction]:
     """Predict every row from other groups: by the roofline alone, and with what the other groups taught of the rest."""
-    roofline, alone, taught = Roofline(rows), {}, {}
-    for name in ("tpot", "ttft"):
-        alone[name], taught[name] = np.zeros(len(rows)), np.zeros(len(rows))
+    roofline = Roofline(rows)
+    alone, taught = ({name: np.zeros(len(rows)) for name in _LATENCIES} for _ in range(2))
     for number, (known, asked) in enumerate(folds(rows, hold_out)):
         say(f"{hold_out} {number + 1}")
-        tpot, ttft, step, prompt = roofline.predict(roofline.fit(known))
-        table, alike = features(rows, step, prompt), Neighbours(rows, step, prompt)
-        for name, predicted in (("tpot", tpot), ("ttft", ttft)):
-            rest = np.log(rows.values[name] / predicted)
-            learned = boosted(known, asked, rest, table, roofline.group)
-            if hold_out == "sweep":  # the model and the GPU are known: their other rows say most
-                learned = (learned + alike(known, asked, rest, *_ALIKE[name])) / 2
-            alone[name][asked] = predicted[asked]
-            taught[name][asked] = predicted[asked] * np.exp(learned)
+        planner = Planner(rows, roofline, known)
+        for row in asked:
+            taught["ttft"][row], taught["tpot"][row] = planner.predict(row)
+        for name in _LATENCIES:
+            alone[name][asked] = planner.roofline[name][asked]
     return alone, taught
 
 
-def coefficients(rows: Rows, *, blackwell: bool) -> dict[str, Any]:
-    """Return what the planner's catalogue keeps of a fit to all rows: vLLM's coefficients, and how far off they were."""
-    roofline = Roofline(rows)
-    c = dict(zip(NAMES, np.exp(roofline.fit(np.arange(len(rows)))), strict=True))
-    newer = 1.0 if blackwell else 0.0
-    alone, _ = held_out(rows, "cell")
-    vllm = rows.values["backend"] == BACKENDS.index("vllm")
-
-    def spread(metric: str) -> dict[str, float]:
-        ratio = (rows.values[metric] / alone[metric])[vllm]
-        low, high = np.quantile(ratio, [0.1, 0.9])
-        return {"low": round(float(low), 3), "high": round(float(high), 3), "of": int(vllm.sum())}
-
-    found = {
-        "bandwidth": c["bandwidth"] * c["blackwell bandwidth"] ** newer,
-        "experts_bandwidth": c["experts_bandwidth"] / c["bandwidth"],
-        "kv_bandwidth": c["kv_bandwidth"] * c["blackwell kv"] ** newer,
-        "compute": c["bf16"],
-        "compute_in": {"fp8": c["fp8"], "fp4": c["fp4"]},
-        "experts": c["experts"],
-        "attention": c["attention"],
-        "overlap": 1 + c["overlap"],
-        "step_s": c["step vllm"],
-        "layer_s": c["layer vllm"] * c["blackwell layer"] ** newer,
-        "experts_layer_s": c["experts_layer"] * c["blackwell layer"] ** newer,
-        "sequence_s": c["sequence"],
-        "round_s": c["round"] * c["blackwell round"] ** newer,
-        "link": c["link"],
-        "exchange": c["exchange"],
-        "request_s": c["request vllm"],
-    }
-    return {**_rounded(found), "ttft": spread("ttft"), "tpot": spread("tpot")}
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _rounded(one) for key, one in value.items()}
-    return float(f"{value:.3g}")
+def spreads(rows: Rows, predicted: Prediction) -> dict[str, Spread]:
+    """Return the factors that hold 80 % of vLLM's rows."""
+    vllm = rows.values["backend"] == ENGINES.index("vllm")
+    found = {}
+    for name in _LATENCIES:
+        low, high = np.quantile((rows.values[name] / predicted[name])[vllm], [0.1, 0.9])
+        found[name] = Spread(low=round(float(low), 3), high=round(float(high), 3), of=int(vllm.sum()))
+    return found

@@ -6,16 +6,18 @@ from collections.abc import Sequence
 
 import pytest
 
-from powerband import plan
+from powerband import engines, plan
 from powerband.core.coefficients import Coefficients
+from powerband.core.engine import Choice
 from powerband.core.model import Model
 from powerband.core.plan import Plan, Rejection
 from powerband.core.slo import SLO
 from powerband.core.workload import Workload
-from powerband.plan import calibrate
-from powerband.plan.calibrate import Seen
-from powerband.plan.options import Lengths, Offer, Option, options
+from powerband.plan import calibrate, rest
+from powerband.plan.options import Lengths, Offer, Option, host_of, options
+from powerband.plan.probe import PROBES, Seen
 from powerband.plan.simulate import Limits, simulate
+from powerband.plan.steady import steady
 from powerband.plan.times import StepTimes
 from powerband.plan.work import Batch, Split, Steps
 from powerband.runtime import weights
@@ -156,27 +158,70 @@ def _step_by_step(due: Sequence[float], prompts: list[int], outputs: list[int], 
     return sum(ends[one] - due[one] for one in ends) / len(ends)
 
 
-def test_calibrating_finds_the_coefficients_that_made_the_times() -> None:
-    shape = model("Qwen/Qwen3-0.6B").shape
+def steps_of(source: str, scheme: str) -> Steps:
+    shape = model(source).shape
     assert shape is not None
-    steps = Steps(shape, next(one for one in plan.all_schemes() if one.name == "bf16"), Split())
-    device = plan.device("c7i-8xlarge")
-    truth = Coefficients(engine="vllm", bandwidth=0.5, compute=0.2, kv_bandwidth=0.4, attention=0.1, overlap=1,
-                         step_s=0.004, sequence_s=0.0005, request_s=0.01)  # fmt: skip
-    clock = StepTimes(steps, device, truth)
+    return Steps(shape, next(one for one in plan.all_schemes() if one.name == scheme), Split())
+
+
+def made(source: str, **truth: float) -> StepTimes:
+    coefficients = Coefficients.model_validate({"engine": "vllm", **truth})
+    return StepTimes(steps_of(source, "bf16"), plan.device("c7i-8xlarge"), coefficients)
+
+
+def test_calibrating_finds_the_coefficients_that_made_the_times() -> None:
+    truth = made("Qwen/Qwen3-0.6B", bandwidth=0.5, compute=0.2, kv_bandwidth=0.4, attention=0.1, overlap=1,
+                 step_s=0.004, sequence_s=0.0005, prompt_s=0.01)  # fmt: skip
     seen = []
-    for probe in calibrate.PROBES:
-        solved = [truth.step_s, 2, 5, 2.5, 10, truth.sequence_s, truth.request_s]
-        made = {metric: sum(a * b for a, b in zip(row, solved, strict=True))
-                for metric, row, _ in calibrate._observations(steps, device, Seen(probe, 1, 1, 1))}  # fmt: skip
-        seen.append(Seen(probe, made.get("ttft", 99.0), made["tpot"], 5))
-    alone = clock(Batch(prefill=900, behind=450, firsts=1)) + truth.request_s
-    assert alone == pytest.approx(next(one.ttft_s for one in seen if one.probe.prompt == 900), rel=1e-6)
-    fitted = calibrate.fit(steps, device, "vllm", seen, name="x", source="x")
-    again = StepTimes(steps, device, fitted)
+    for one in PROBES:
+        first = truth(Batch(prefill=one.users * one.prompt, behind=one.prompt / 2, firsts=one.users))
+        step = truth(Batch(decodes=one.users, context=one.prompt + one.output / 2))
+        seen += [Seen(one, first * noise, step * noise) for noise in (0.9, 1.0, 1.1)]
+    fitted = calibrate.fit(truth.steps, truth.device, "vllm", seen, name="x", source="x")
+    again = StepTimes(truth.steps, truth.device, fitted)
     for batch in (
         Batch(decodes=1, context=100),
         Batch(decodes=16, context=900),
         Batch(prefill=700, behind=350, firsts=1),
     ):
-        assert again(batch) == pytest.approx(clock(batch), rel=0.02)
+        assert again(batch) == pytest.approx(truth(batch), rel=0.02)
+    assert fitted.tpot.high == pytest.approx(1.1, rel=0.02) and fitted.tpot.low == pytest.approx(1 / 1.1, rel=0.02)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
+def test_a_choice_becomes_knobs_and_the_knobs_the_choice(engine: str) -> None:
+    adapter, known = engines.get(engine), model("Qwen/Qwen3-0.6B")
+    assert adapter.scheduling is not None
+    for kv_format, size in adapter.scheduling.kv_formats.items():
+        per_token = size * (known.kv_elements_per_token() or 0)
+        choice = Choice(source="x", scheme="", kv_format=kv_format, on_cpu=True, sequences=6, batched_tokens=512,
+                        context=1024, kv_bytes=int(6 * 1024 * per_token))  # fmt: skip
+        data = {"variant": {"source": "x"}, "engine": engine, "config": adapter.knobs_for(choice)}
+        deployment = engines.deployment_type(engine).model_validate(data)
+        host = host_of(plan.device("c7i-8xlarge"), 1)
+        assert adapter.choice_of(deployment, model=known, host=host) == choice
+
+
+def test_a_measured_model_on_a_measured_device_is_corrected_and_others_are_not() -> None:
+    nvidia = next(one for one in plan.coefficients() if one.name == "vllm-nvidia")
+    spreads = {}
+    for source, on in (
+        ("meta-llama/Meta-Llama-3.1-8B", "h200-sxm"),
+        ("Qwen/Qwen3-8B", "h200-sxm"),
+        ("Qwen/Qwen3-8B", "l4"),
+    ):
+        times = StepTimes(steps_of(source, "fp8-dynamic"), plan.device(on), nvidia)
+        better = rest.corrected("vllm", times, steady(times, users=16, prompt=1000, output=200))
+        batch = Batch(decodes=16, context=1100)
+        assert (better(batch) == times(batch)) == (on == "l4")
+        assert 0.5 < better(batch) / times(batch) < 2
+        spreads[source, on] = better.coefficients.tpot.high / better.coefficients.tpot.low
+    known, new, elsewhere = spreads.values()
+    assert known < new < elsewhere
+
+
+def test_users_wait_for_each_others_prompts() -> None:
+    times = made("Qwen/Qwen3-0.6B")
+    alone, crowd = (steady(times, users=users, prompt=500, output=100) for users in (1, 16))
+    assert crowd.ttft_s > 1.2 * alone.ttft_s and crowd.tpot_s > 1.2 * alone.tpot_s
+    assert steady(times, users=1, prompt=500, output=100, known=400).ttft_s < 0.9 * alone.ttft_s

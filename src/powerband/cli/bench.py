@@ -64,6 +64,7 @@ def bench(
     from powerband.bench.profiles import Amount
     from powerband.errors import InputError, did_you_mean
     from powerband.launchers import local
+    from powerband.plan import expect
     from powerband.store import runs
 
     if what == "golden" and engine is None:
@@ -95,6 +96,7 @@ def bench(
     found = asyncio.run(
         _measure(prepared, order, directory=directory, ready_timeout_s=given.seconds(ready_timeout), json=json)
     )
+    found = expect.beside(found, deployment, model=prepared.model, host=prepared.host, base=order.base)
     _leave(found, directory, force=force, json=json)
 
 

@@ -92,6 +92,8 @@ def _calibrate(model: str, engine: str | None) -> None:
     from powerband.launchers import local
     from powerband.plan import calibrate as calibration
     from powerband.plan import machine
+    from powerband.plan.probe import Seen, probe
+    from powerband.plan.work import Split, Steps
     from powerband.runtime import devices
 
     console = talk()
@@ -101,17 +103,18 @@ def _calibrate(model: str, engine: str | None) -> None:
     if shape is None:
         raise InputError(f"{model} does not tell its shape", hint="give its config.json or a GGUF file")
     device, _ = machine.this_machine(prepared.host, [stage.device(one) for one in catalog.names("device")])
-    steps = stage.steps_of(prepared.model, deployment)
+    steps = Steps(shape, stage.scheme_of(prepared.model), Split())
+    choice = prepared.engine.choice_of(prepared.deployment, model=prepared.model, host=prepared.host)
 
-    async def measure() -> list[calibration.Seen]:
+    async def measure() -> list[Seen]:
         with given.start_progress(False) as on_change:
             async with local.launch(prepared, on_change=on_change) as replica:
-                return await calibration.probe(replica, prepared, say=show)
+                return await probe(replica, choice, say=show)
 
-    def show(seen: calibration.Seen) -> None:
+    def show(turn: int, seen: Seen) -> None:
         one = seen.probe
-        told = f"{one.users} users, {one.prompt} + {one.output} tokens"
-        console.print(f"{told:>28}: TTFT {seen.ttft_s * 1e3:.0f} ms, TPOT {seen.tpot_s * 1e3:.1f} ms")
+        told = f"round {turn}: {one.users} at once, {one.prompt} + {one.output} tokens"
+        console.print(f"{told:>40}: first token {seen.ttft_s * 1e3:.0f} ms, step {seen.step_s * 1e3:.1f} ms")
 
     seen = asyncio.run(measure())
     found = calibration.fit(

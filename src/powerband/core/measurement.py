@@ -90,6 +90,9 @@ class Level(Value):
     tokens_per_chunk: float
     cost_per_1m_output_tokens: float | None = None
     latencies: dict[str, Distribution]
+    expected: dict[str, dict[str, Interval]] = Field(
+        default_factory=dict, description="what a plan expects at this rate; intervals hold 80 %"
+    )
     client: dict[str, float]
     engine: dict[str, float] = Field(default_factory=dict)
     agreements: tuple[Agreement, ...] = ()

@@ -46,6 +46,7 @@ class Candidate(Value):
     usd_per_1m_tokens: Interval = Field(description="input and output together")
     bound_by: str = ""
     known: str = Field(default="", description="what its prediction rests on")
+    priced: str = Field(default="", description="where its price comes from, and when")
     deployment: dict[str, Any] = Field(default_factory=dict)
 
 

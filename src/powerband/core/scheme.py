@@ -29,6 +29,7 @@ class Scheme(Document):
     needs: str | None = Field(default=None, description="a device without this format cannot run it")
     published_as: tuple[str, ...] = Field(default=(), description="how quantization_config or the GGUF file calls it")
     group: str = Field(default="", description="schemes of one group are alike in size and speed")
+    risky: str = Field(default="", description="why it is planned only for those who name it")
     source: str = ""
 
     def multiplies_in(self, formats: Collection[str]) -> str:

@@ -62,6 +62,10 @@ class Engine(ABC, Generic[C]):
         """Return the knobs that make a choice real."""
         raise NotImplementedError(self.name)
 
+    def choice_of(self, deployment: Deployment[C], *, model: Model, host: Host) -> Choice:
+        """Return the choice that a deployment's knobs, and the engine's own defaults, amount to."""
+        raise NotImplementedError(self.name)
+
     def install_plan(self, version: str, host: Host) -> InstallPlan:
         """Return the commands that make a working engine of that version for this host."""
         raise InputError(

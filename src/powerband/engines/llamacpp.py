@@ -138,6 +138,22 @@ class LlamaCpp(Engine[LlamaCppConfig]):
             wanted |= {"cache_type_k": choice.kv_format, "cache_type_v": choice.kv_format}
         return wanted | ({} if choice.on_cpu else {"n_gpu_layers": "all"})
 
+    def choice_of(self, deployment: Deployment[LlamaCppConfig], *, model: Model, host: Host) -> Choice:
+        """Fill in what llama-server takes where nothing is said: four slots, and the model's whole context."""
+        config = deployment.config
+        slots = config.parallel or 4
+        return Choice(
+            source=deployment.variant.source,
+            scheme=deployment.variant.scheme or "",
+            kv_format=config.cache_type_k or "f16",
+            pipeline=max(1, len(host.gpus)),
+            on_cpu=not host.gpus,
+            sequences=slots,
+            batched_tokens=config.batch_size or 2048,
+            context=(config.ctx_size or model.context_tokens or 4096) // slots,
+            kv_bytes=self.footprint(deployment, model=model, host=host).kv_bytes or 0,
+        )
+
     def install_plan(self, version: str, host: Host) -> InstallPlan:
         """Build from the source that llama-cpp-python's sdist carries, for the instructions this CPU really runs."""
         options = _build_options(host)

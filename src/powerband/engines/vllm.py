@@ -150,6 +150,23 @@ class Vllm(Engine[VllmConfig]):
         wanted |= {"kv_cache_memory_bytes": choice.kv_bytes} if choice.on_cpu else {}
         return wanted
 
+    def choice_of(self, deployment: Deployment[VllmConfig], *, model: Model, host: Host) -> Choice:
+        """Fill in what vLLM takes where nothing is said."""
+        config = deployment.config
+        return Choice(
+            source=deployment.variant.source,
+            scheme=deployment.variant.scheme or "",
+            kv_format=config.kv_cache_dtype or "auto",
+            tensor=config.tensor_parallel_size or 1,
+            pipeline=config.pipeline_parallel_size or 1,
+            expert=bool(config.enable_expert_parallel),
+            on_cpu=not host.gpus,
+            sequences=config.max_num_seqs or (256 if host.gpus else 128),
+            batched_tokens=config.max_num_batched_tokens or 2048,
+            context=config.max_model_len or model.context_tokens or 4096,
+            kv_bytes=self.footprint(deployment, model=model, host=host).kv_bytes or 0,
+        )
+
     def install_plan(self, version: str, host: Host) -> InstallPlan:
         """With a GPU the ordinary wheel; without one the CPU build, whose torch must come first."""
         python = "{home}/bin/python"

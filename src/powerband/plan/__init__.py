@@ -7,12 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from powerband import catalog, engines
+from powerband import catalog
 from powerband.core import statistics
 from powerband.core.coefficients import Coefficients, Spread
-from powerband.core.deployment import Deployment
 from powerband.core.device import Device
 from powerband.core.model import Model
 from powerband.core.plan import Candidate, Plan, Rejection
@@ -22,10 +21,9 @@ from powerband.core.statistics import Interval
 from powerband.core.workload import Workload
 from powerband.errors import InputError
 from powerband.load import prompts, tokens
-from powerband.plan import predict
+from powerband.plan import predict, rest
 from powerband.plan.options import Lengths, Offer, Option, options
-from powerband.plan.predict import Fluid, Requests
-from powerband.plan.work import Split, Steps
+from powerband.plan.predict import Fluid, Requests, Server
 from powerband.store import documents
 
 _DRAWN = 1500  # requests that may be played
@@ -49,29 +47,40 @@ class Order:
     calibrated: tuple[Coefficients, ...] = ()  # of this machine; they come before the catalogue's
 
 
+@dataclass(frozen=True)
+class Fitting:
+    """An option that fits, as a server, and what a steady flow would get of it."""
+
+    option: Option
+    on: Server
+    flow: Fluid
+
+
 def plan(order: Order) -> Plan:
     """Rank every way to serve the model on the devices that are offered."""
     if order.model.shape is None:
         raise InputError(f"{order.model.source} does not tell its shape", hint="give its config.json or a GGUF file")
     requests = draw(order.workload, order.model, base=order.base)
     known = coefficients(order.calibrated)
-    fitting: list[tuple[Option, Coefficients, Fluid]] = []
+    fitting: list[Fitting] = []
     rejections: list[Rejection] = []
-    schemes = [one for one in eligible(order.model) if not order.schemes or one.name in order.schemes]
+    schemes = eligible(order.model, wanted=order.schemes)
     for offer in order.offers:
         for found in options(order.model, offer, requests.lengths, schemes, wanted_engine=order.engine):
             if isinstance(found, Rejection):
                 rejections.append(found)
                 continue
             own = fitted(known, found.engine, offer.device, found.scheme.name)
-            fitting.append((found, own, predict.fluid(found, own, requests.lengths, order.slo)))
+            on = predict.server(found, own)
+            fitting.append(Fitting(found, on, predict.fluid(on, requests.lengths, order.slo)))
     candidates = []
-    for option, own, flow in _promising(fitting):
-        predicted = predict.knee(option, own, requests, order.slo, flow=flow)
+    for rough in _promising(fitting):
+        one = _corrected(rough, requests.lengths, order.slo)
+        predicted = predict.knee(one.on, requests, order.slo, flow=one.flow)
         if predicted is None:
-            rejections.append(_too_slow(option, own, flow, requests, order.slo))
+            rejections.append(_too_slow(one, requests, order.slo))
         else:
-            candidates.append(_candidate(option, own, flow, predicted, requests, order))
+            candidates.append(_candidate(one, predicted, requests, order))
     candidates.sort(key=lambda one: one.usd_per_1m_tokens.value)
     return Plan(
         model=order.model.source,
@@ -111,21 +120,20 @@ def scheme_of(model: Model) -> Scheme:
     )
 
 
-def eligible(model: Model) -> list[Scheme]:
-    """Return the schemes that a model can be had in: its own, and what `quantize` can make of it."""
-    own = scheme_of(model)
-    if model.format == "gguf" and own.name != "f16":
-        return [own]
-    return [own, *(one for one in all_schemes() if one.expert_bits() < own.expert_bits() and one.name != own.name)]
+def eligible(model: Model, *, wanted: Sequence[str] = ()) -> list[Scheme]:
+    """Return the schemes that a model can be had in: its own, and what `quantize` can make of it.
 
-
-def steps_of(model: Model, deployment: Deployment[Any]) -> Steps:
-    """Return the work of a deployment's steps on one device."""
-    assert model.shape is not None
-    scheduling = engines.get(deployment.engine).scheduling
-    wanted = getattr(deployment.config, "kv_cache_dtype", None) or getattr(deployment.config, "cache_type_k", None)
-    sizes = scheduling.kv_formats if scheduling else {}
-    return Steps(model.shape, scheme_of(model), Split(), kv_bytes=sizes.get(wanted or "", 2.0))
+    Schemes that are known to spoil answers are offered to those who name them.
+    """
+    for name in wanted:
+        catalog.text("scheme", name)  # refuses an unknown name
+    own, shape = scheme_of(model), model.shape
+    assert shape is not None
+    found = [own]
+    if model.format != "gguf" or own.name == "f16":
+        size = own.weight_bytes(shape)
+        found += [one for one in all_schemes() if one.weight_bytes(shape) < 0.99 * size and one.name != own.name]
+    return [one for one in found if (one.name in wanted if wanted else one is own or not one.risky)]
 
 
 @cache
@@ -177,27 +185,33 @@ def _read(kind: type[D], name: str) -> D:
     return document
 
 
-def _promising(fitting: list[tuple[Option, Coefficients, Fluid]]) -> list[tuple[Option, Coefficients, Fluid]]:
+def _promising(fitting: list[Fitting]) -> list[Fitting]:
     """Return what is worth a simulation: the cheapest by the fluid estimate, and some of every device."""
 
-    def price(one: tuple[Option, Coefficients, Fluid]) -> float:
-        option, _, flow = one
-        return option.offer.usd_per_h * option.split.devices / max(flow.rate_per_s, 1e-9)
+    def price(one: Fitting) -> float:
+        return one.option.offer.usd_per_h * one.option.split.devices / max(one.flow.rate_per_s, 1e-9)
 
     ordered = sorted(fitting, key=price)
-    chosen: list[tuple[Option, Coefficients, Fluid]] = []
+    chosen: list[Fitting] = []
     per_device: dict[str, int] = {}
     for one in ordered:
-        name = one[0].offer.device.name or ""
+        name = one.option.offer.device.name or ""
         if len(chosen) < _SIMULATED or per_device.get(name, 0) < _PER_DEVICE:
             chosen.append(one)
             per_device[name] = per_device.get(name, 0) + 1
     return chosen
 
 
-def _candidate(
-    option: Option, own: Coefficients, flow: Fluid, predicted: predict.Prediction, requests: Requests, order: Order
-) -> Candidate:
+def _corrected(one: Fitting, lengths: Lengths, slo: SLO) -> Fitting:
+    """Take into account what measured rows teach beside the roofline, at the batch that a steady flow would make."""
+    users = max(1.0, one.flow.rate_per_s * one.flow.answer_s)
+    found = predict.closed_loop(one.on.times, users, lengths)
+    on = Server(rest.corrected(one.option.engine, one.on.times, found), one.on.limits)
+    return Fitting(one.option, on, predict.fluid(on, lengths, slo))
+
+
+def _candidate(one: Fitting, predicted: predict.Prediction, requests: Requests, order: Order) -> Candidate:
+    option, own, flow = one.option, one.on.times.coefficients, one.flow
     rate, lengths = predicted.rate_per_s, requests.lengths
     usd_per_h = option.offer.usd_per_h * option.split.devices
     goodput = Interval(rate, rate / own.tpot.high, rate / own.tpot.low)
@@ -227,12 +241,13 @@ def _candidate(
         usd_per_1m_tokens=Interval(cost(rate), cost(goodput.high), cost(goodput.low)),
         bound_by=flow.bound_by,
         known=own.source or own.name or "",
+        priced=option.offer.priced,
         deployment=option.deployment(),
     )
 
 
-def _too_slow(option: Option, own: Coefficients, flow: Fluid, requests: Requests, slo: SLO) -> Rejection:
-    alone = predict.outcome(option, own, requests, flow.rate_per_s / 100)
+def _too_slow(one: Fitting, requests: Requests, slo: SLO) -> Rejection:
+    option, alone = one.option, predict.outcome(one.on, requests, one.flow.rate_per_s / 100)
     parts = []
     for metric, share, limit in slo.bounds():
         values = sorted(getattr(alone, "tpot" if metric == "itl" else metric))

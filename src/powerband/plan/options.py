@@ -28,6 +28,12 @@ class Offer:
     count: int
     usd_per_h: float
 
+    @property
+    def priced(self) -> str:
+        """Say where the price comes from."""
+        told = self.device.price
+        return f"of {told.as_of}: {told.source}" if told.usd_per_h == self.usd_per_h else "yours"
+
 
 @dataclass(frozen=True)
 class Lengths:

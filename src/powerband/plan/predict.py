@@ -13,11 +13,12 @@ from powerband.core.slo import SLO
 from powerband.core.statistics import Interval
 from powerband.plan.options import Lengths, Option
 from powerband.plan.simulate import Limits, Outcome, simulate
+from powerband.plan.steady import Steady, steady
 from powerband.plan.times import StepTimes
-from powerband.plan.work import Batch
 
 _ROUNDS = 7
 _CLOSE = 1.04
+_BEYOND = 1.25  # steps that read prompts and write tokens at once may carry more than a steady flow
 _LEAST, _ANSWERS = 240, 6  # a play lasts for so many requests, and for so many answers one after another
 _WARM = 3  # its first third is not counted
 _GROWING = 3.0  # a queue whose last request waits so much longer than the promise grows
@@ -43,34 +44,52 @@ class Fluid:
     bound_by: str
 
 
-def times(option: Option, coefficients: Coefficients) -> StepTimes:
-    """Return the step times of an option."""
-    return StepTimes(option.steps, option.offer.device, coefficients)
+@dataclass(frozen=True)
+class Server:
+    """A deployment as the simulation knows it: how long its steps take, and what its scheduler allows."""
+
+    times: StepTimes
+    limits: Limits
 
 
-def fluid(option: Option, coefficients: Coefficients, lengths: Lengths, slo: SLO) -> Fluid:
+def server(option: Option, coefficients: Coefficients) -> Server:
+    """Return what an option amounts to."""
+    limits = Limits(
+        sequences=option.choice.sequences,
+        batched_tokens=option.choice.batched_tokens,
+        kv_tokens=option.memory.kv_cache / option.memory.kv_per_token,
+        request_s=coefficients.request_s,
+    )
+    return Server(StepTimes(option.steps, option.offer.device, coefficients), limits)
+
+
+def fluid(on: Server, lengths: Lengths, slo: SLO) -> Fluid:
     """Return the highest steady rate whose mean time per token keeps the SLO."""
-    step = times(option, coefficients)
-    fresh = lengths.prompt * (1 - lengths.known_share)
-    whole = Batch(prefill=fresh, behind=lengths.prompt - fresh / 2, firsts=1)
-    prefill_s = max(step(whole) - coefficients.step_s, 1e-9)
     limit = min((seconds for metric, _, seconds in slo.bounds() if metric in ("tpot", "itl")), default=math.inf)
-    low, high = 1.0, float(option.choice.sequences)
-
-    def token_s(batch: float) -> float:
-        return step(Batch(decodes=batch, context=lengths.held)) + batch / lengths.output * prefill_s
-
-    if token_s(high) > limit:
+    room = on.limits.kv_tokens / lengths.held
+    most = max(1.0, min(float(on.limits.sequences), room))
+    low, high = 1.0, most
+    if closed_loop(on.times, high, lengths).tpot_s > limit:
         for _ in range(12):
             middle = math.sqrt(low * high)
-            low, high = (middle, high) if token_s(middle) <= limit else (low, middle)
+            low, high = (middle, high) if closed_loop(on.times, middle, lengths).tpot_s <= limit else (low, middle)
         high = low
-    each = token_s(high)
-    bound = "the SLO" if high < option.choice.sequences else "memory for the KV cache"
-    if high == float(option.choice.sequences) and option.memory.sequences > option.choice.sequences:
-        bound = "the batch's size"
-    share = high / lengths.output * prefill_s / each
-    return Fluid(high / (lengths.output * each), lengths.output * each, share, bound)
+    found = closed_loop(on.times, high, lengths)
+    bound = (
+        "the SLO" if high < most else "memory for the KV cache" if room < on.limits.sequences else "the batch's size"
+    )
+    return Fluid(
+        rate_per_s=high / (lengths.output * found.tpot_s),
+        answer_s=lengths.output * found.tpot_s,
+        prefill_share=1 - found.writing_s / found.tpot_s,
+        bound_by=bound,
+    )
+
+
+def closed_loop(times: StepTimes, users: float, lengths: Lengths) -> Steady:
+    """Return what so many users who never pause would get of average requests."""
+    known = lengths.prompt * lengths.known_share
+    return steady(times, users=users, prompt=lengths.prompt, output=lengths.output, known=known)
 
 
 @dataclass(frozen=True)
@@ -81,24 +100,16 @@ class Prediction:
     outcome: Outcome
 
 
-def outcome(
-    option: Option, coefficients: Coefficients, requests: Requests, rate_per_s: float, *, answer_s: float = 0.0
-) -> Outcome:
+def outcome(on: Server, requests: Requests, rate_per_s: float, *, answer_s: float = 0.0) -> Outcome:
     """Play the requests at a rate, for long enough that a queue would show."""
     count = min(len(requests.due), max(_LEAST, int(rate_per_s * answer_s * _ANSWERS)))
-    limits = Limits(
-        sequences=option.choice.sequences,
-        batched_tokens=option.choice.batched_tokens,
-        kv_tokens=option.memory.kv_cache / option.memory.kv_per_token,
-        request_s=coefficients.request_s,
-    )
     due = array("d", (moment / rate_per_s for moment in requests.due[:count]))
     return simulate(
         due,
         requests.prompts,
         requests.outputs,
-        times(option, coefficients),
-        limits,
+        on.times,
+        on.limits,
         known_share=requests.lengths.known_share,
         warm=count // _WARM,
     )
@@ -121,12 +132,12 @@ def keeps(slo: SLO, found: Outcome) -> bool:
     return found.waiting_s <= _GROWING * patience
 
 
-def knee(option: Option, coefficients: Coefficients, requests: Requests, slo: SLO, *, flow: Fluid) -> Prediction | None:
-    """Return the highest rate that keeps the SLO, below what a steady flow could; None where none does."""
-    holds, breaks, rate = 0.0, flow.rate_per_s, flow.rate_per_s * 0.75
+def knee(on: Server, requests: Requests, slo: SLO, *, flow: Fluid) -> Prediction | None:
+    """Return the highest rate that keeps the SLO, looking around what a steady flow could; None where none does."""
+    holds, breaks, rate = 0.0, flow.rate_per_s * _BEYOND, flow.rate_per_s * 0.75
     best: Outcome | None = None
     for _ in range(_ROUNDS):
-        found = outcome(option, coefficients, requests, rate, answer_s=flow.answer_s)
+        found = outcome(on, requests, rate, answer_s=flow.answer_s)
         if keeps(slo, found):
             holds, best = rate, found
         else:

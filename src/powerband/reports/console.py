@@ -58,6 +58,9 @@ def _latencies(level: Level) -> Table:
     for metric, one in level.latencies.items():
         cells = [words.ranged(one.percentiles[name]) if name in one.percentiles else "-" for name in names]
         table.add_row(metric.upper(), words.ranged(one.mean), *cells)
+        if beside := level.expected.get(metric):
+            cells = [words.ranged(beside[name]) if name in beside else "-" for name in names]
+            table.add_row("  planned", "", *cells, style="dim")
     for promise in level.promises:
         kept = f"{promise.metric.upper()} {promise.percentile} < {words.seconds(promise.limit_s)}"
         table.caption = (f"{table.caption}\n" if table.caption else "") + (

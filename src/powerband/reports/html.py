@@ -229,12 +229,16 @@ def _percentiles(level: Level) -> str:
         cells = [words.ranged(one.percentiles[name]) if name in one.percentiles else "too few" for name in names]
         meaning = metrics.LATENCIES[metric].means
         rows.append([f"<abbr title='{escape(meaning)}'>{metric.upper()}</abbr>", words.ranged(one.mean), *cells])
+        if beside := level.expected.get(metric):
+            cells = [words.ranged(beside[name]) if name in beside else "" for name in names]
+            rows.append(["<span class='quiet'>planned</span>", "", *cells])
     promises = "".join(
         f"<p>{one.metric.upper()} {one.percentile} below {words.seconds(one.limit_s)}: "
         f"{words.share(one.share)} within: <b class='{_css(one.verdict)}'>{one.verdict}</b></p>"
         for one in level.promises
     )
-    told = "<p class='quiet'>95 % intervals in brackets; a percentile that the sample cannot support is not shown.</p>"
+    told = "<p class='quiet'>95 % intervals in brackets; a percentile that the sample cannot support is not shown."
+    told += " What was planned for this rate has 80 % intervals.</p>" if level.expected else "</p>"
     return f"<section><h2>Latency at {level.load}</h2>{table(['', 'mean', *names], rows)}{promises}{told}</section>"
 
 

@@ -1,0 +1,85 @@
+"""What a deployment that exists is expected to do on this machine, to stand beside what is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from powerband import catalog, engines, plan
+from powerband.core import statistics
+from powerband.core.coefficients import Coefficients
+from powerband.core.deployment import Deployment
+from powerband.core.host import Host
+from powerband.core.measurement import Level, Measurement
+from powerband.core.model import Model
+from powerband.core.statistics import Interval
+from powerband.plan import calibrate, machine, predict
+from powerband.plan.predict import Requests, Server
+from powerband.plan.simulate import Limits
+from powerband.plan.times import StepTimes
+from powerband.plan.work import Split, Steps
+
+Expected = dict[str, dict[str, Interval]]
+_NAMES = ("p50", "p90", "p95", "p99")
+
+
+def beside(found: Measurement, deployment: Deployment[Any], *, model: Model, host: Host, base: Path | None) -> Any:
+    """Return the measurement with what was to be expected at each of its rates; unchanged where nothing is known."""
+    on = deployed(deployment, model=model, host=host, known=calibrate.kept())
+    if on is None:
+        return found
+    requests = plan.draw(found.workload, model, base=base)
+    levels = [_beside(level, on, requests) for level in found.levels]
+    return found.model_copy(update={"levels": tuple(levels)})
+
+
+def _beside(level: Level, on: Server, requests: Requests) -> Level:
+    if level.rate_per_s is None:
+        return level
+    return level.model_copy(update={"expected": expected(on, requests, level.rate_per_s)})
+
+
+def deployed(deployment: Deployment[Any], *, model: Model, host: Host, known: Sequence[Coefficients]) -> Server | None:
+    """Return the deployment as the simulation knows it; None where nothing was measured on such a machine."""
+    adapter = engines.get(deployment.engine)
+    if adapter.scheduling is None or model.shape is None:
+        return None
+    device, _ = machine.this_machine(host, [plan.device(name) for name in catalog.names("device")])
+    scheme = plan.scheme_of(model)
+    own = plan.fitted(plan.coefficients(known), deployment.engine, device, scheme.name)
+    if not own.devices:
+        return None
+    choice = adapter.choice_of(deployment, model=model, host=host)
+    split = Split(tensor=choice.tensor, pipeline=choice.pipeline, expert=choice.tensor if choice.expert else 1)
+    steps = Steps(model.shape, scheme, split, kv_bytes=adapter.scheduling.kv_formats.get(choice.kv_format, 2.0))
+    limits = Limits(
+        sequences=choice.sequences,
+        batched_tokens=choice.batched_tokens,
+        kv_tokens=choice.kv_bytes / split.devices / steps.kv_of(choice.context) * choice.context,
+        request_s=own.request_s,
+    )
+    return Server(StepTimes(steps, device, own), limits)
+
+
+def expected(on: Server, requests: Requests, rate_per_s: float) -> Expected:
+    """Play the requests at a rate, and once more with steps as slow and as quick as past errors allow."""
+    spread, plays = on.times.coefficients, {}
+    for name, prompt, token in (
+        ("value", 1.0, 1.0),
+        ("low", spread.ttft.low, spread.tpot.low),
+        ("high", spread.ttft.high, spread.tpot.high),
+    ):
+        times = on.times.scaled(prompt=prompt, token=token)
+        found = predict.outcome(Server(times, on.limits), requests, rate_per_s)
+        plays[name] = {"ttft": sorted(found.ttft), "tpot": sorted(found.tpot)}
+    return {
+        metric: {
+            name: Interval(
+                **{part: statistics.quantile(values[metric], float(name[1:]) / 100) for part, values in plays.items()}
+            )
+            for name in _NAMES
+        }
+        for metric in ("ttft", "tpot")
+        if all(values[metric] for values in plays.values())
+    }

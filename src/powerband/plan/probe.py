@@ -1,0 +1,107 @@
+"""Short probes of a real engine: bursts of equal requests, whose steps do nothing else meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from powerband import metrics
+from powerband.core.engine import Choice
+from powerband.core.records import Records
+from powerband.core.workload import Workload
+from powerband.errors import InvalidMeasurement
+from powerband.load import generator, prompts, tokens
+from powerband.load.wire import Target
+from powerband.runtime.replica import Replica
+
+_ROUNDS = 5  # a machine is not the same from one minute to the next
+_MOST_S = 300.0
+_LEAST = 6
+
+
+@dataclass(frozen=True)
+class Probe:
+    """So many requests at once."""
+
+    users: int
+    prompt: int
+    output: int
+
+
+# One user reads prompts of several lengths and writes at several depths; more users show what a batch costs.
+PROBES = (
+    Probe(1, 32, 32), Probe(1, 128, 16), Probe(1, 384, 16), Probe(1, 1024, 24),
+    Probe(2, 32, 32), Probe(4, 32, 32), Probe(8, 32, 32), Probe(16, 32, 32),
+    Probe(2, 384, 24), Probe(4, 128, 24), Probe(8, 128, 24),
+)  # fmt: skip
+LONGEST = max(one.prompt + one.output for one in PROBES) + 512  # with room for a chat template
+MOST_USERS = max(one.users for one in PROBES)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a probe showed: when the last user had a first token, and how long a step takes in which all get one."""
+
+    probe: Probe
+    ttft_s: float
+    step_s: float
+
+
+async def probe(
+    replica: Replica, choice: Choice, *, say: Callable[[int, Seen], None] = lambda *_: None, most_s: float = _MOST_S
+) -> list[Seen]:
+    """Run the probes that the deployment has room for, round after round."""
+    headers = tuple(replica.request_headers.items())
+    target = Target(replica.url, await replica.model_name(), headers, keep_alive=replica.engine.keeps_connections)
+    vocabulary = tokens.vocabulary(choice.source)
+    fitting = [one for one in PROBES if one.prompt + one.output < choice.context and one.users <= choice.sequences]
+    found: list[Seen] = []
+    began = time.monotonic()
+    await asyncio.to_thread(
+        _burst, target, vocabulary, fitting[0], seed=1
+    )  # the first request of all is not like others
+    for turn in range(_ROUNDS):
+        for number, one in enumerate(fitting):
+            if turn and time.monotonic() - began > most_s:
+                return found
+            records = await asyncio.to_thread(_burst, target, vocabulary, one, seed=1000 * (turn + 1) + number)
+            if seen := _read(one, records):
+                found.append(seen)
+                say(turn + 1, seen)
+    if len(found) < _LEAST:
+        raise InvalidMeasurement(
+            "too few probes were answered", hint="is the machine busy? give the model more context"
+        )
+    return found
+
+
+def _burst(target: Target, vocabulary: tokens.Vocabulary, one: Probe, *, seed: int) -> Records:
+    workload = Workload.model_validate(
+        {
+            "arrivals": {"process": "closed", "users": one.users},
+            "prompt": {"shape": "fixed", "tokens": one.prompt},
+            "output": {"shape": "fixed", "tokens": one.output},
+            "seed": seed,
+        }
+    )
+    traffic = prompts.prepare(workload, one.users, vocabulary=vocabulary)
+    return generator.drive(target, traffic).records
+
+
+def _read(one: Probe, records: Records) -> Seen | None:
+    """Look at the gaps between the last first token and the first end: nobody's prompt is read there."""
+    if len(records) < one.users or not all(records.complete()):
+        return None
+    begin, end = max(records["first"]), min(records["end"])
+    gaps = []
+    for row in range(len(records)):
+        at = records["first"][row]
+        for gap in records.gaps_of(row):
+            if at >= begin and at + 1000 * gap <= end:
+                gaps.append(gap)
+            at += 1000 * gap
+    if not gaps:
+        return None
+    return Seen(one, ttft_s=max(metrics.ttft(records)), step_s=sum(gaps) / len(gaps) / 1e6)
