@@ -7,7 +7,8 @@
     ├── EngineError           exit 3   the engine did not do its part
     │   ├── EngineMissing              no such engine on this machine
     │   ├── InstallFailed              an engine that could not be installed
-    │   └── EngineFailed               an engine that failed to start, to answer or to live
+    │   ├── EngineFailed               an engine that failed to start, to answer or to live
+    │   └── QuantizeFailed             a variant that could not be made
     ├── InvalidMeasurement    exit 3   a number that would not be true, so it is not printed
     └── PromiseBroken         exit 4   everything worked and the promise was not met
 
@@ -58,6 +59,10 @@ class EngineMissing(EngineError):
 
 class InstallFailed(EngineError):
     """An engine could not be installed."""
+
+
+class QuantizeFailed(EngineError):
+    """A quantizer gave up."""
 
 
 class EngineFailed(EngineError):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from powerband import engines
 from powerband.errors import EngineMissing
 from powerband.runtime import devices, environment
 from support import models
@@ -22,5 +23,5 @@ def engines_and_model() -> None:
         try:
             environment.find(name, version=version)
         except EngineMissing:
-            asyncio.run(environment.install(name, host=devices.this_host(), version=version))
+            asyncio.run(environment.install(engines.get(name), host=devices.this_host(), version=version))
     models.make_all()

@@ -40,8 +40,8 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_an_installation_is_found_used_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines.get("llamacpp"), "install_plan", plan())
     host = devices.this_host()
-    first, worked = await environment.install("llamacpp", host=host, version="1.0")
-    again, worked_again = await environment.install("llamacpp", host=host, version="1.0")
+    first, worked = await environment.install(engines.get("llamacpp"), host=host, version="1.0")
+    again, worked_again = await environment.install(engines.get("llamacpp"), host=host, version="1.0")
     assert (worked, worked_again) == (True, False)
     assert again == first == environment.find("llamacpp") == environment.find("llamacpp", version="1.0")
     assert first.flags == frozenset({"--port", "--host"})
@@ -58,7 +58,7 @@ async def test_a_failed_step_is_a_sentence_and_leaves_nothing_that_counts(monkey
     broken = Step(title="break", argv=("{python}", "-c", "raise SystemExit('the disk is on fire')"))
     monkeypatch.setattr(engines.get("llamacpp"), "install_plan", plan(broken))
     with pytest.raises(InstallFailed, match="'break' failed: the disk is on fire"):
-        await environment.install("llamacpp", host=devices.this_host(), version="1.0")
+        await environment.install(engines.get("llamacpp"), host=devices.this_host(), version="1.0")
     with pytest.raises(EngineMissing):
         environment.find("llamacpp")
 
@@ -66,7 +66,7 @@ async def test_a_failed_step_is_a_sentence_and_leaves_nothing_that_counts(monkey
 async def test_an_interrupted_installation_is_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Step(title="sleep", argv=("{python}", "-c", "import time; time.sleep(60)"))
     monkeypatch.setattr(engines.get("llamacpp"), "install_plan", plan(slow))
-    work = asyncio.create_task(environment.install("llamacpp", host=devices.this_host(), version="1.0"))
+    work = asyncio.create_task(environment.install(engines.get("llamacpp"), host=devices.this_host(), version="1.0"))
     await asyncio.sleep(0.5)
     work.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -74,14 +74,16 @@ async def test_an_interrupted_installation_is_begun_anew(monkeypatch: pytest.Mon
     with pytest.raises(EngineMissing):
         environment.find("llamacpp")
     monkeypatch.setattr(engines.get("llamacpp"), "install_plan", plan())
-    assert (await environment.install("llamacpp", host=devices.this_host(), version="1.0"))[1]
+    assert (await environment.install(engines.get("llamacpp"), host=devices.this_host(), version="1.0"))[1]
 
 
 async def test_two_at_once_do_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pause = Step(title="pause", argv=("{python}", "-c", "import time; time.sleep(0.3)"))
     monkeypatch.setattr(engines.get("llamacpp"), "install_plan", plan(pause))
     host = devices.this_host()
-    both = await asyncio.gather(*(environment.install("llamacpp", host=host, version="1.0") for _ in range(2)))
+    both = await asyncio.gather(
+        *(environment.install(engines.get("llamacpp"), host=host, version="1.0") for _ in range(2))
+    )
     assert sorted(worked for _, worked in both) == [False, True]
 
 
@@ -113,7 +115,7 @@ def test_a_given_interpreter_is_asked_for_its_vllm(tmp_path: Path) -> None:
 
 async def test_a_build_for_another_cpu_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines.get("llamacpp"), "install_plan", plan())
-    await environment.install("llamacpp", host=devices.this_host(), version="1.0")
+    await environment.install(engines.get("llamacpp"), host=devices.this_host(), version="1.0")
     marker = next((environment.cache_root() / "engines").glob("*/*/installation.json"))
     facts = json.loads(marker.read_text())
     marker.write_text(json.dumps({**facts, "instruction_sets": ["avx9000"]}))

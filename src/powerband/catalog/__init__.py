@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from functools import cache
 from importlib import resources
+from typing import Any
 
 from powerband.errors import InputError, did_you_mean
 
@@ -16,6 +19,7 @@ _FOLDERS = {
     "model": "models",
     "rest": "rests",
 }
+CLASSES = ("chat", "code", "maths", "prose")  # of text
 
 
 @cache
@@ -46,3 +50,16 @@ def words(content: str) -> tuple[str, ...]:
     """Return the words that synthetic text of that content is made of."""
     listed = (resources.files(__name__) / "words" / f"{content}.txt").read_text("utf-8").split()
     return tuple(dict.fromkeys(listed))
+
+
+@cache
+def texts(content: str) -> tuple[dict[str, Any], ...]:
+    """Return the samples of one class of text: chat, code, maths or prose; chats have turns, the others a text."""
+    lines = (resources.files(__name__) / "texts" / f"{content}.jsonl").read_text("utf-8").splitlines()
+    return tuple(json.loads(line) for line in lines)
+
+
+def mixed_texts() -> list[str]:
+    """Return all samples as plain text, the classes taking turns."""
+    rows = itertools.zip_longest(*(texts(content) for content in CLASSES))
+    return ["\n".join(one.get("turns") or [one["text"]]) for row in rows for one in row if one]

@@ -28,6 +28,7 @@ def install(
     import asyncio
     import time
 
+    from powerband import engines
     from powerband.runtime import devices, environment
 
     began, console = time.monotonic(), talk()
@@ -36,7 +37,7 @@ def install(
         console.print(f"[dim]{time.monotonic() - began:6.1f} s[/]  {number + 1}/{total}  {title}")
 
     work = environment.install(
-        name, host=devices.this_host(), version=version, pip_args=tuple(pip_arg or ()), progress=progress
+        engines.get(name), host=devices.this_host(), version=version, pip_args=tuple(pip_arg or ()), progress=progress
     )
     installation, worked = asyncio.run(work)
     if json:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from powerband.core.plan import Plan
     from powerband.plan.options import Offer
+    from powerband.plan.times import Drafting
 
 
 def plan(
@@ -29,6 +30,10 @@ def plan(
     load: Annotated[float | None, typer.Option(help="Requests per second that must be carried in all.")] = None,
     engine: Annotated[str | None, typer.Option(help="Only this engine.")] = None,
     scheme: Annotated[list[str] | None, typer.Option(help="Only this number format; may stand again.")] = None,
+    speculate: Annotated[
+        str | None,
+        typer.Option(metavar="TOKENS:CHANCE", help="Also try n-gram drafts, each accepted with this chance: 4:0.6."),
+    ] = None,
     price: Annotated[
         list[str] | None, typer.Option(metavar="DEVICE=USD", help="What a device costs per hour; may stand again.")
     ] = None,
@@ -64,6 +69,7 @@ def plan(
             engine=engine,
             schemes=tuple(scheme or ()),
             load_per_s=load,
+            drafting=_drafting(speculate),
             base=Path(workload).parent if "." in workload else None,
             calibrated=calibration.kept(),
         )
@@ -126,6 +132,23 @@ def _calibrate(model: str, engine: str | None) -> None:
         source=f"{len(seen)} probes of {deployment.served_name} on this machine",
     )
     console.print(f"kept: {calibration.keep(found)}")
+
+
+def _drafting(text: str | None) -> Drafting:
+    """Read 4:0.6."""
+    from powerband.errors import InputError
+    from powerband.plan.times import NO_DRAFTS, Drafting
+
+    if text is None:
+        return NO_DRAFTS
+    tokens, _, chance = text.partition(":")
+    try:
+        found = Drafting(int(tokens), float(chance))
+    except ValueError:
+        found = NO_DRAFTS
+    if found.tokens < 1 or not 0 <= found.acceptance <= 1:
+        raise InputError(f"--speculate {text} is not a number of tokens and a chance", hint="write it like 4:0.6")
+    return found
 
 
 def _prices(given_prices: list[str]) -> dict[str, float]:

@@ -45,6 +45,10 @@ class Coefficients(Document):
     layer_s: float = Field(default=0.0, ge=0, description="added to every step, for each layer")
     sequence_s: float = Field(default=0.0, ge=0, description="added to every step, for each answer")
     prompt_s: float = Field(default=0.0, ge=0, description="added to the step in which a prompt ends")
+    apart: bool = Field(default=False, description="a step reads prompts and writes answers one after the other")
+    batches: dict[int, float] = Field(
+        default_factory=dict, description="what a step that writes so many answers takes of all that; between, a line"
+    )
     round_s: float = Field(default=0.0, ge=0, description="for each message that all devices wait for")
     link: Share = Field(default=0.6, description="of the link's bandwidth, when partial sums are added up")
     exchange: Share = Field(default=0.4, description="of the link's bandwidth, when tokens go to experts elsewhere")

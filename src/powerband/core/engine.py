@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 from pydantic import Field
 
 from powerband.core.document import Value
+from powerband.core.host import Host
 
 FailureKind = Literal[
     "context_too_long",
@@ -63,6 +64,20 @@ class InstallPlan(Value):
     instruction_sets: frozenset[str] = Field(default=frozenset(), description="what the CPU must have to run it")
 
 
+class Installable(Protocol):
+    """What can be installed into an environment of its own: an engine, or a tool."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def default_version(self) -> str | None: ...
+    @property
+    def help_args(self) -> tuple[str, ...]: ...
+
+    def install_plan(self, version: str, host: Host) -> InstallPlan:
+        """Return the commands that make it."""
+
+
 class Command(Value):
     """What to run: an argv and the environment variables to add."""
 
@@ -106,6 +121,7 @@ class Scheduling(Value):
     cpu_sequences: int = Field(description="and on a CPU")
     batched_tokens: int = Field(description="tokens of one step on an accelerator")
     cpu_batched_tokens: int
+    apart: bool = Field(default=False, description="a step reads prompts and writes answers one after the other")
     cuts_tensors: bool = Field(description="True: devices share every layer; False: each has layers of its own")
 
 
@@ -117,9 +133,11 @@ class Choice(Value):
     kv_format: str
     tensor: int = 1
     pipeline: int = 1
+    data: int = Field(default=1, description="groups of devices with requests of their own, that share the experts")
     expert: bool = False
+    drafted: int = Field(default=0, description="tokens that are guessed for each step from what was said before")
     on_cpu: bool = False
-    sequences: int
+    sequences: int = Field(description="answers written at once, by each group")
     batched_tokens: int
     context: int = Field(description="tokens of the longest sequence")
     kv_bytes: int = Field(description="of the KV cache, over all devices")

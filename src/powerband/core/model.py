@@ -22,6 +22,7 @@ class Model(Value):
     architecture: str | None = None
     layers: int | None = None
     hidden: int | None = None
+    feed_forward: int | None = Field(default=None, description="the width of a dense layer's middle, or of an expert's")
     heads: int | None = None
     kv_heads: int | None = None
     head_dim: int | None = None
@@ -33,6 +34,11 @@ class Model(Value):
     numbers: str | None = Field(default=None, description="the number format of its weights, in a scheme's words")
     weight_bytes: int | None = None
     shape: Shape | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the last part of its source, without a file's ending."""
+        return self.source.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
 
     def kv_elements_per_token(self) -> int | None:
         """Return how many numbers one token leaves in the KV cache."""
@@ -54,6 +60,7 @@ def from_config_json(config: Mapping[str, Any], *, source: str, weight_bytes: in
         architecture=architectures[0],
         layers=config.get("num_hidden_layers"),
         hidden=hidden,
+        feed_forward=config.get("moe_intermediate_size") or config.get("intermediate_size"),
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or (hidden // heads if hidden and heads else None),

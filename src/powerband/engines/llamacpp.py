@@ -122,6 +122,7 @@ class LlamaCpp(Engine[LlamaCppConfig]):
         cpu_sequences=8,
         batched_tokens=2048,
         cpu_batched_tokens=2048,
+        apart=True,  # sequences of unlike lengths become batches of their own
         cuts_tensors=False,
     )
     config_type = LlamaCppConfig
@@ -136,6 +137,8 @@ class LlamaCpp(Engine[LlamaCppConfig]):
         }
         if choice.kv_format != "f16":
             wanted |= {"cache_type_k": choice.kv_format, "cache_type_v": choice.kv_format}
+        if choice.drafted:
+            wanted |= {"spec_type": ("ngram-simple",), "spec_ngram_simple_size_m": choice.drafted}
         return wanted | ({} if choice.on_cpu else {"n_gpu_layers": "all"})
 
     def choice_of(self, deployment: Deployment[LlamaCppConfig], *, model: Model, host: Host) -> Choice:
@@ -148,6 +151,7 @@ class LlamaCpp(Engine[LlamaCppConfig]):
             kv_format=config.cache_type_k or "f16",
             pipeline=max(1, len(host.gpus)),
             on_cpu=not host.gpus,
+            drafted=(config.spec_ngram_simple_size_m or config.spec_draft_n_max or 16) if config.spec_type else 0,
             sequences=slots,
             batched_tokens=config.batch_size or 2048,
             context=(config.ctx_size or model.context_tokens or 4096) // slots,

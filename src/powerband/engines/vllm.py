@@ -145,7 +145,11 @@ class Vllm(Engine[VllmConfig]):
         }
         wanted |= {"tensor_parallel_size": choice.tensor} if choice.tensor > 1 else {}
         wanted |= {"pipeline_parallel_size": choice.pipeline} if choice.pipeline > 1 else {}
+        wanted |= {"data_parallel_size": choice.data} if choice.data > 1 else {}
         wanted |= {"enable_expert_parallel": True} if choice.expert else {}
+        if choice.drafted:
+            ngram = {"method": "ngram", "num_speculative_tokens": choice.drafted, "prompt_lookup_max": 4}
+            wanted["speculative_config"] = ngram
         wanted |= {"kv_cache_dtype": choice.kv_format} if choice.kv_format != "auto" else {}
         wanted |= {"kv_cache_memory_bytes": choice.kv_bytes} if choice.on_cpu else {}
         return wanted
@@ -159,7 +163,9 @@ class Vllm(Engine[VllmConfig]):
             kv_format=config.kv_cache_dtype or "auto",
             tensor=config.tensor_parallel_size or 1,
             pipeline=config.pipeline_parallel_size or 1,
+            data=config.data_parallel_size or 1,
             expert=bool(config.enable_expert_parallel),
+            drafted=config.speculative_config.num_speculative_tokens if config.speculative_config else 0,
             on_cpu=not host.gpus,
             sequences=config.max_num_seqs or (256 if host.gpus else 128),
             batched_tokens=config.max_num_batched_tokens or 2048,

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-from powerband import catalog
+from powerband import catalog, engines
 from powerband.core import statistics
 from powerband.core.coefficients import Coefficients, Spread
 from powerband.core.device import Device
@@ -24,6 +24,7 @@ from powerband.load import prompts, tokens
 from powerband.plan import predict, rest
 from powerband.plan.options import Lengths, Offer, Option, options
 from powerband.plan.predict import Fluid, Requests, Server
+from powerband.plan.times import NO_DRAFTS, Drafting
 from powerband.store import documents
 
 _DRAWN = 1500  # requests that may be played
@@ -43,6 +44,7 @@ class Order:
     engine: str | None = None
     schemes: tuple[str, ...] = ()
     load_per_s: float | None = None
+    drafting: Drafting = NO_DRAFTS  # also tried, where it is given
     base: Path | None = None  # of the workload's own paths
     calibrated: tuple[Coefficients, ...] = ()  # of this machine; they come before the catalogue's
 
@@ -74,7 +76,7 @@ def plan(order: Order) -> Plan:
             on = predict.server(found, own)
             fitting.append(Fitting(found, on, predict.fluid(on, requests.lengths, order.slo)))
     candidates = []
-    for rough in _promising(fitting):
+    for rough in _promising(fitting, order):
         one = _corrected(rough, requests.lengths, order.slo)
         predicted = predict.knee(one.on, requests, order.slo, flow=one.flow)
         if predicted is None:
@@ -163,7 +165,11 @@ def fitted(known: Iterable[Coefficients], engine: str, on: Device, scheme: str |
             return near[0] if near[0].scheme in (None, scheme) else _less_sure(near[0], f"measured in {near[0].scheme}")
         if near:
             return _less_sure(near[0], "none of them on such a device")
-    return Coefficients(name="datasheet", engine=engine, source="the datasheet alone: nothing was measured")
+    scheduling = engines.get(engine).scheduling
+    apart = scheduling is not None and scheduling.apart
+    return Coefficients(
+        name="datasheet", engine=engine, apart=apart, source="the datasheet alone: nothing was measured"
+    )
 
 
 def _less_sure(one: Coefficients, because: str) -> Coefficients:
@@ -185,7 +191,7 @@ def _read(kind: type[D], name: str) -> D:
     return document
 
 
-def _promising(fitting: list[Fitting]) -> list[Fitting]:
+def _promising(fitting: list[Fitting], order: Order) -> list[Fitting]:
     """Return what is worth a simulation: the cheapest by the fluid estimate, and some of every device."""
 
     def price(one: Fitting) -> float:
@@ -199,7 +205,15 @@ def _promising(fitting: list[Fitting]) -> list[Fitting]:
         if len(chosen) < _SIMULATED or per_device.get(name, 0) < _PER_DEVICE:
             chosen.append(one)
             per_device[name] = per_device.get(name, 0) + 1
+            if order.drafting.tokens:
+                chosen.append(_drafted(one, order.drafting))
     return chosen
+
+
+def _drafted(one: Fitting, drafting: Drafting) -> Fitting:
+    """Return the same with speculation; its flow is found again before it is played."""
+    option = one.option.with_drafts(drafting)
+    return Fitting(option, predict.server(option, one.on.times.coefficients), one.flow)
 
 
 def _corrected(one: Fitting, lengths: Lengths, slo: SLO) -> Fitting:
@@ -228,7 +242,7 @@ def _candidate(one: Fitting, predicted: predict.Prediction, requests: Requests, 
         engine=option.engine,
         scheme=option.scheme.name or "",
         kv_format=option.kv_format,
-        split=str(option.split),
+        split=option.how,
         memory=option.memory,
         sequences=option.choice.sequences,
         goodput_per_s=goodput,
@@ -260,7 +274,7 @@ def _too_slow(one: Fitting, requests: Requests, slo: SLO) -> Rejection:
         device=option.offer.device.name or "",
         engine=option.engine,
         scheme=option.scheme.name or "",
-        what=f"{option.kv_format} KV on {option.split}",
+        what=f"{option.kv_format} KV on {option.how}",
         reason="; ".join(parts) or "no load keeps the SLO",
         remedy="more devices for each replica, a smaller scheme, or a looser SLO",
     )

@@ -57,6 +57,8 @@ def fit(steps: Steps, device: Device, engine: str, seen: Sequence[Seen], *, name
     # Every step reads all weights, so its constant part is put down to that as far as the memory's speed explains it.
     at_full_speed = steps.weight_bytes / device.bandwidth
     reading = min(constant, at_full_speed / _BANDWIDTH)
+    batches = _batches(steps, device, seen, solved)
+    scheduling = engines.get(engine).scheduling
     return Coefficients(
         name=name,
         engine=engine,
@@ -70,10 +72,22 @@ def fit(steps: Steps, device: Device, engine: str, seen: Sequence[Seen], *, name
         step_s=constant - reading,
         sequence_s=sequence_s,
         prompt_s=prompt_s,
+        apart=scheduling is not None and scheduling.apart,
+        batches=batches,
         ttft=_spread([one.ttft_s / _times(_first(steps, device, one.probe), solved) for one in seen]),
-        tpot=_spread([one.step_s / _times(_token(steps, device, one.probe), solved) for one in seen]),
+        tpot=_spread(
+            [one.step_s / _times(_token(steps, device, one.probe), solved) / batches[one.probe.users] for one in seen]
+        ),
         source=source,
     )
+
+
+def _batches(steps: Steps, device: Device, seen: Sequence[Seen], solved: Sequence[float]) -> dict[int, float]:
+    """Return by how much a step of each number of answers differs: kernels like some numbers better than others."""
+    ratios: dict[int, list[float]] = {}
+    for one in seen:
+        ratios.setdefault(one.probe.users, []).append(one.step_s / _times(_token(steps, device, one.probe), solved))
+    return {users: round(plain.median(found), 3) for users, found in sorted(ratios.items())}
 
 
 def _first(steps: Steps, device: Device, probe: Probe) -> Row:

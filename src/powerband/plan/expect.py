@@ -51,12 +51,16 @@ def deployed(deployment: Deployment[Any], *, model: Model, host: Host, known: Se
     if not own.devices:
         return None
     choice = adapter.choice_of(deployment, model=model, host=host)
-    split = Split(tensor=choice.tensor, pipeline=choice.pipeline, expert=choice.tensor if choice.expert else 1)
+    if choice.drafted:  # how often drafts are accepted is nobody's guess
+        return None
+    expert = choice.tensor * choice.data if choice.expert else 1
+    split = Split(tensor=choice.tensor, pipeline=choice.pipeline, expert=expert, data=choice.data)
     steps = Steps(model.shape, scheme, split, kv_bytes=adapter.scheduling.kv_formats.get(choice.kv_format, 2.0))
+    group = split.devices // split.data  # of devices that share a KV cache
     limits = Limits(
-        sequences=choice.sequences,
-        batched_tokens=choice.batched_tokens,
-        kv_tokens=choice.kv_bytes / split.devices / steps.kv_of(choice.context) * choice.context,
+        sequences=choice.sequences * split.data,
+        batched_tokens=choice.batched_tokens * split.data,
+        kv_tokens=split.data * choice.kv_bytes / group / steps.kv_of(choice.context) * choice.context,
         request_s=own.request_s,
     )
     return Server(StepTimes(steps, device, own), limits)

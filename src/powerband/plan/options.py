@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ from powerband.core.plan import Memory, Rejection
 from powerband.core.scheme import Scheme
 from powerband.core.shape import Shape
 from powerband.core.units import about_bytes
+from powerband.plan.times import NO_DRAFTS, Drafting
 from powerband.plan.work import Split, Steps
 
 
@@ -62,6 +63,19 @@ class Option:
     memory: Memory
     choice: Choice
     shape: Shape
+    drafting: Drafting = NO_DRAFTS
+
+    def with_drafts(self, drafting: Drafting) -> Option:
+        """Return the same with speculation."""
+        return replace(self, choice=self.choice.model_copy(update={"drafted": drafting.tokens}), drafting=drafting)
+
+    @property
+    def how(self) -> str:
+        """Say how it is spread, and whether it speculates."""
+        drafts = f"spec{self.drafting.tokens}" if self.drafting.tokens else ""
+        return " ".join(
+            part for part in (str(self.split) if self.split.devices > 1 or not drafts else "", drafts) if part
+        )
 
     @cached_property
     def steps(self) -> Steps:
@@ -129,6 +143,8 @@ def _ways(shape: Shape, offer: Offer, scheduling: Scheduling) -> Iterator[Split]
             yield Split(tensor=tensor, pipeline=pipeline)
             if shape.experts and tensor > 1:
                 yield Split(tensor=tensor, pipeline=pipeline, expert=tensor)
+                if pipeline == 1:
+                    yield Split(data=tensor, expert=tensor)
 
 
 def _fit(
@@ -152,6 +168,7 @@ def _fit(
         kv_format=kv_format,
         tensor=split.tensor,
         pipeline=split.pipeline,
+        data=split.data,
         expert=split.expert > 1,
         on_cpu=on_cpu,
         sequences=1,
@@ -188,7 +205,7 @@ def _fit(
         kv_cache=int(room),
         kv_per_token=one / context,
         longest=int(room / (one / context)),
-        sequences=int(room / steps.kv_of(lengths.held)),
+        sequences=int(room / steps.kv_of(lengths.held)) * split.data,
     )
     return Option(offer, engine, scheme, kv_format, split, memory, choice, shape)
 

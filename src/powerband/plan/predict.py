@@ -54,13 +54,15 @@ class Server:
 
 def server(option: Option, coefficients: Coefficients) -> Server:
     """Return what an option amounts to."""
+    groups, drafting = option.split.data, option.drafting
     limits = Limits(
-        sequences=option.choice.sequences,
-        batched_tokens=option.choice.batched_tokens,
-        kv_tokens=option.memory.kv_cache / option.memory.kv_per_token,
+        sequences=option.choice.sequences * groups,
+        batched_tokens=option.choice.batched_tokens * groups,
+        kv_tokens=option.memory.kv_cache / option.memory.kv_per_token * groups,
         request_s=coefficients.request_s,
+        tokens_per_step=drafting.per_step,
     )
-    return Server(StepTimes(option.steps, option.offer.device, coefficients), limits)
+    return Server(StepTimes(option.steps, option.offer.device, coefficients, drafting=drafting), limits)
 
 
 def fluid(on: Server, lengths: Lengths, slo: SLO) -> Fluid:
@@ -81,7 +83,7 @@ def fluid(on: Server, lengths: Lengths, slo: SLO) -> Fluid:
     return Fluid(
         rate_per_s=high / (lengths.output * found.tpot_s),
         answer_s=lengths.output * found.tpot_s,
-        prefill_share=1 - found.writing_s / found.tpot_s,
+        prefill_share=1 - found.writing_s / on.limits.tokens_per_step / found.tpot_s,
         bound_by=bound,
     )
 

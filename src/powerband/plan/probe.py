@@ -33,7 +33,7 @@ class Probe:
 # One user reads prompts of several lengths and writes at several depths; more users show what a batch costs.
 PROBES = (
     Probe(1, 32, 32), Probe(1, 128, 16), Probe(1, 384, 16), Probe(1, 1024, 24),
-    Probe(2, 32, 32), Probe(4, 32, 32), Probe(8, 32, 32), Probe(16, 32, 32),
+    Probe(2, 32, 32), Probe(3, 32, 32), Probe(4, 32, 32), Probe(6, 32, 32), Probe(8, 32, 32), Probe(16, 32, 32),
     Probe(2, 384, 24), Probe(4, 128, 24), Probe(8, 128, 24),
 )  # fmt: skip
 LONGEST = max(one.prompt + one.output for one in PROBES) + 512  # with room for a chat template

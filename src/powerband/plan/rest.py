@@ -58,7 +58,7 @@ def corrected(engine: str, times: StepTimes, found: Steady) -> StepTimes:
         return times
     found_off = taught(engine, times, found)
     spreads = {"ttft": found_off.ttft_spread, "tpot": found_off.tpot_spread}
-    better = StepTimes(steps, times.device, own.model_copy(update=spreads))
+    better = StepTimes(steps, times.device, own.model_copy(update=spreads), drafting=times.drafting)
     return better.scaled(prompt=found_off.ttft, token=found_off.tpot)
 
 

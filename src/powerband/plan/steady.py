@@ -39,6 +39,6 @@ def steady(times: StepTimes, *, users: float, prompt: float, output: float, know
         reading=times.steps(batches[1]),
         writing_s=writing_s,
         reading_s=reading_s,
-        tpot_s=writing_s + own * reading_s / output * c.mixing,
+        tpot_s=writing_s / times.drafting.per_step + own * reading_s / output * c.mixing,
         ttft_s=c.request_s + reading_s * (1 + c.queue * own**c.queue_power) + writing_s * c.under_way,
     )

@@ -41,11 +41,12 @@ class Batch(NamedTuple):
     decodes: float = 0.0  # sequences that get their next token
     context: float = 0.0  # mean tokens that each of them has
     firsts: float = 0.0  # prompts that end in this step, and need the output table
+    width: float = 1.0  # tokens of each of the sequences: more than one where drafts are checked
 
     @property
     def tokens(self) -> float:
         """Return the tokens that pass the layers."""
-        return self.prefill + self.decodes
+        return self.prefill + self.decodes * self.width
 
 
 class Work(NamedTuple):
@@ -88,6 +89,14 @@ class Steps:
         self._head_bytes = shape.vocabulary * shape.hidden * scheme.head_bits / 8 / own
         self._head_flops = 2.0 * shape.vocabulary * shape.hidden / own
         self._pipeline = float(split.pipeline)
+        self._kv_token = self.kv_of(1.0) * self._pipeline
+        self._depth, self._hidden_bytes = float(shape.depth), shape.hidden * 2.0
+        spread = split.expert > 1 or split.data > 1
+        exchanges = 2.0 * self._routed_layers if spread else 0.0
+        self._sums = 2.0 * self._depth if own > 1 else 0.0
+        self._rounds = self._sums + exchanges + (self._pipeline - 1)
+        active = max((one.active for one in shape.layers), default=0)
+        self._exchange_bytes = exchanges / own * min(active, split.expert) * self._hidden_bytes
 
     def kv_of(self, context: float) -> float:
         """Return the bytes that a sequence of so many tokens keeps on the busiest device."""
@@ -106,28 +115,23 @@ class Steps:
         data = self.split.data
         local, whole = batch.tokens / data, batch.tokens
         experts = sum(each * (1 - (1 - share) ** whole) for each, share in self._experts)
-        outputs = (batch.decodes + batch.firsts) / data
+        outputs = (batch.decodes * batch.width + batch.firsts) / data
         weights = self._dense_bytes + experts + (self._head_bytes if outputs else 0.0)
         kv = batch.decodes / data * (self.kv_of(batch.context) * self._pipeline + self._state / 2)
-        kv += batch.prefill / data * (self.kv_of(1.0) * self._pipeline)
-        attention = self._scores * (batch.prefill * batch.behind + batch.decodes * batch.context) / data
+        kv += batch.prefill / data * self._kv_token
+        attention = self._scores * (batch.prefill * batch.behind + batch.decodes * batch.width * batch.context) / data
         flops = self._dense_flops * local + self._expert_flops * whole + self._head_flops * outputs
-        ways, hidden = self.split.tensor, self.shape.hidden * 2.0
-        sums = 2.0 * self.shape.depth if ways > 1 else 0.0
-        reduce_bytes = sums * 2 * (ways - 1) / ways * local * hidden
-        spread = self.split.expert > 1 or data > 1
-        rounds = sums + (2.0 * self._routed_layers if spread else 0.0) + (self._pipeline - 1)
-        active = max((one.active for one in self.shape.layers), default=0)
-        exchange = 2.0 * self._routed_layers * local / ways * min(active, self.split.expert) * hidden if spread else 0.0
+        ways = self.split.tensor
+        reduce_bytes = self._sums * 2 * (ways - 1) / ways * local * self._hidden_bytes
         return Work(
             weight_bytes=weights,
             kv_bytes=kv,
             flops=flops,
             attention_flops=attention,
             reduce_bytes=reduce_bytes,
-            exchange_bytes=exchange,
-            rounds=rounds,
-            layers=float(self.shape.depth),
+            exchange_bytes=self._exchange_bytes * local,
+            rounds=self._rounds,
+            layers=self._depth,
             sequences=(batch.decodes + batch.firsts) / data,
         )
 

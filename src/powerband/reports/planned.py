@@ -46,7 +46,7 @@ def _is_sparse(found: Plan) -> bool:
 
 
 def _ranking(found: Plan) -> Table:
-    table = Table(title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     heads = ["on", "engine", "weights", "KV", "split", "req/s", "TTFT", "TPOT", "$/1M tok", "80 %"]
     if found.load_per_s:
         heads.append("need")
@@ -60,7 +60,7 @@ def _ranking(found: Plan) -> Table:
             one.engine,
             one.scheme,
             one.kv_format,
-            one.split if one.devices > 1 else "1",
+            one.split.replace("1 device", "1"),
             words.number(one.goodput_per_s.value),
             words.seconds(ttft.value),
             words.seconds(tpot.value),

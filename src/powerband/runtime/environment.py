@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from powerband import engines
-from powerband.core.engine import Command, Installation, InstallPlan, Step
+from powerband.core.engine import Command, Installable, Installation, InstallPlan, Step
 from powerband.core.host import Host
 from powerband.engines.base import Engine
 from powerband.errors import EngineMissing, InputError, InstallFailed
@@ -57,17 +57,21 @@ def found_here(name: str) -> Iterator[Installation]:
     if engine.builtin:
         program = tuple(word.replace("{python}", sys.executable) for word in engine.builtin)
         yield Installation(engine=name, version="builtin", origin="builtin", program=program)
-    ours = sorted((cache_root() / "engines" / name).glob(f"*/{MARKER}"), key=_age, reverse=True)
-    flags = cpu_flags()
-    for marker in ours:
-        with contextlib.suppress(ValidationError, OSError):
-            installation = Installation.model_validate_json(marker.read_text())
-            if installation.instruction_sets <= flags:  # a home folder may be shared by unlike machines
-                yield installation
+    yield from managed(name)
     for program_name in engine.programs:
         if on_path := shutil.which(program_name):
             with contextlib.suppress(InputError):
                 yield _adopt(engine, on_path, origin="path")
+
+
+def managed(name: str) -> Iterator[Installation]:
+    """Yield what Powerband installed of an engine or a tool, newest first."""
+    flags = cpu_flags()
+    for marker in sorted((cache_root() / "engines" / name).glob(f"*/{MARKER}"), key=_age, reverse=True):
+        with contextlib.suppress(ValidationError, OSError):
+            installation = Installation.model_validate_json(marker.read_text())
+            if installation.instruction_sets <= flags:  # a home folder may be shared by unlike machines
+                yield installation
 
 
 def _age(path: Path) -> float:
@@ -90,36 +94,36 @@ def _adopt(engine: Engine[Any], path: str, *, origin: str) -> Installation:
             if done.returncode == 0 and (read := engine.read_version(done.stdout + done.stderr)):
                 version = read
                 break
-    flags = _flags(program, engine) if engine.help_is_quick else None
+    flags = _flags(program, engine.help_args) if engine.help_is_quick else None
     return Installation.model_validate(
         {"engine": engine.name, "version": version, "origin": origin, "program": program, "flags": flags}
     )
 
 
-def _flags(program: tuple[str, ...], engine: Engine[Any]) -> frozenset[str] | None:
-    """Return every flag that the engine's own help names."""
+def _flags(program: tuple[str, ...], help_args: tuple[str, ...]) -> frozenset[str] | None:
+    """Return every flag that its own help names."""
     try:
-        done = subprocess.run([*program, *engine.help_args], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([*program, *help_args], capture_output=True, text=True, timeout=120)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return frozenset(_FLAG.findall(done.stdout + done.stderr)) or None
 
 
 async def install(
-    name: str,
+    tool: Installable,
     *,
     host: Host,
     version: str | None = None,
     pip_args: tuple[str, ...] = (),
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> tuple[Installation, bool]:
-    """Install an engine unless it is there; return it, and whether work was done."""
-    engine = engines.get(name)
-    plan = engine.install_plan(version or engine.default_version or "", host)
+    """Install an engine or a tool unless it is there; return it, and whether work was done."""
+    name = tool.name
+    plan = tool.install_plan(version or tool.default_version or "", host)
     key = json.dumps([plan.build, host.machine, sys.version_info[:2]])
     home = cache_root() / "engines" / name / f"{plan.version}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
     home.parent.mkdir(parents=True, exist_ok=True)
-    async with _lock(
+    async with locked(
         _beside(home, ".lock"), waiting=lambda: progress("wait for another process that installs it", 0, 1)
     ):
         if (home / MARKER).is_file():
@@ -139,13 +143,13 @@ async def install(
             program=program,
             home=str(home),
             build=plan.build,
-            flags=_flags(program, engine),
+            flags=_flags(program, tool.help_args),
             instruction_sets=plan.instruction_sets,
             tools={tool: _fill(path, home) for tool, path in plan.tools.items()},
         )
         if installation.flags is None:
             raise InstallFailed(
-                f"{name} {plan.version} was installed but '{program[0]} {engine.help_args[0]}' says nothing",
+                f"{name} {plan.version} was installed but '{program[0]} {tool.help_args[0]}' says nothing",
                 hint=f"read {log}",
             )
         partial = home / (MARKER + ".partial")
@@ -158,17 +162,23 @@ async def _run(step: Step, plan: InstallPlan, *, home: Path, log: Path, pip_args
     argv = tuple(_fill(word, home) for word in step.argv)
     if pip_args and argv[1:3] == ("-m", "pip") and argv[3] in ("install", "download"):
         argv = (*argv, *pip_args)
-    with log.open("a") as stream:
-        stream.write(f"\n== {step.title}\n$ {' '.join(argv)}\n")
     env = {key: _fill(value, home) for key, value in step.env.items()}
-    async with Process(Command(argv=argv, env=env), log=log) as process:
-        await process.ended.wait()
-    if process.exit_code != 0:
-        words = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    if last := await run_step(step.model_copy(update={"argv": argv, "env": env}), log=log):
         raise InstallFailed(
-            f"{plan.engine} {plan.version} could not be installed: '{step.title}' failed: {words[-1][:300]}",
-            hint=f"read {log}",
+            f"{plan.engine} {plan.version} could not be installed: '{step.title}' failed: {last}", hint=f"read {log}"
         )
+
+
+async def run_step(step: Step, *, log: Path) -> str | None:
+    """Run one command to its end; return the last line of what it said where it failed."""
+    with log.open("a") as stream:
+        stream.write(f"\n== {step.title}\n$ {' '.join(step.argv)}\n")
+    async with Process(Command(argv=step.argv, env=step.env), log=log) as process:
+        await process.ended.wait()
+    if process.exit_code == 0:
+        return None
+    words = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return words[-1][:300]
 
 
 def _fill(text: str, home: Path) -> str:
@@ -181,8 +191,8 @@ def _beside(home: Path, suffix: str) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def _lock(path: Path, *, waiting: Callable[[], None]) -> AsyncIterator[None]:
-    """Hold the lock of one installation; it is free again when its holder dies, however it dies."""
+async def locked(path: Path, *, waiting: Callable[[], None]) -> AsyncIterator[None]:
+    """Hold the lock of one thing that is made; it is free again when its holder dies, however it dies."""
     with path.open("a") as stream:
         told = False
         while True:

@@ -20,6 +20,7 @@ _PLAIN = {
     "plan": ("plan", "Plan"),
     "scheme": ("scheme", "Scheme"),
     "slo": ("slo", "SLO"),
+    "variant": ("variant", "Lineage"),
     "workload": ("workload", "Workload"),
 }
 KINDS = tuple(sorted([*_PLAIN, Deployment.kind]))

@@ -1,0 +1,54 @@
+"""`powerband quantize`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from powerband.cli import given
+from powerband.cli.output import Json, emit, out, talk, warning
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(help="A model folder, or an f16 or bf16 GGUF file.")],
+    *,
+    scheme: Annotated[list[str], typer.Option(help="The number format to make; may stand again.")],
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WORKLOAD", help="Whose requests tell which weights matter; the catalogue's texts without."
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=16, max=4096, help="How many requests of it.")] = 256,
+    json: Json = False,
+) -> None:
+    """Make variants of a model in other number formats, once, with their lineage beside them."""
+    import asyncio
+    import time
+    from pathlib import Path
+
+    from powerband import quantize as stage
+    from powerband.core.units import about_bytes
+
+    workload = given.traffic(calibrate, rate=None, users=None) if calibrate else None
+    found, console = [], talk()
+    for name in scheme:
+        began = time.monotonic()
+
+        def progress(title: str, number: int, total: int, *, began: float = began, name: str = name) -> None:
+            console.print(f"[dim]{time.monotonic() - began:6.1f} s[/]  {name}: {number + 1}/{total}  {title}")
+
+        base = Path(calibrate).parent if calibrate and "." in calibrate else None
+        order = stage.Order(model, name, workload=workload, base=base, samples=samples)
+        made = asyncio.run(stage.quantize(order, progress=progress))
+        found.append(made)
+        calibration = made.lineage.calibration
+        if calibration and not calibration.natural and made.made_now:
+            console.print(warning("the workload's prompts are words drawn by lot, not text that your users write",
+                                  "calibrate with a workload whose dataset is your own traffic"))  # fmt: skip
+        if not json:
+            verb = f"made in {made.lineage.seconds:.0f} s" if made.made_now else "was here already"
+            out().print(f"[green]ok[/] {name}, {about_bytes(made.lineage.bytes)}, {verb}: {made.path}")
+    if json:
+        emit([{**one.lineage.to_data(), "path": str(one.path), "made_now": one.made_now} for one in found])

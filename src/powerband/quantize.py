@@ -1,0 +1,165 @@
+"""The stage `quantize`: a model in another scheme, made once, with its lineage beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from powerband import catalog, quantizers
+from powerband.core.model import Model
+from powerband.core.variant import Calibration, Lineage
+from powerband.core.workload import Workload
+from powerband.errors import InputError, QuantizeFailed
+from powerband.load import prompts, tokens
+from powerband.quantizers.base import Job, Quantizer
+from powerband.runtime import devices, environment, weights
+from powerband.store import documents
+
+DOCUMENT = "variant.yaml"
+_SAMPLES = 256
+_SCRATCH = ("base.gguf", "importance.gguf", "samples.jsonl", "samples.txt")
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to make."""
+
+    source: str
+    scheme: str
+    workload: Workload | None = None  # whose requests calibrate; None: the catalogue's mixed texts
+    base: Path | None = None  # of the workload's own paths
+    samples: int = _SAMPLES
+
+
+@dataclass(frozen=True)
+class Made:
+    """A variant on this machine."""
+
+    folder: Path
+    lineage: Lineage
+    made_now: bool
+
+    @property
+    def path(self) -> Path:
+        """Return what an engine loads."""
+        return (self.folder / self.lineage.file).resolve()
+
+
+Progress = Callable[[str, int, int], None]
+
+
+async def quantize(order: Order, *, progress: Progress = lambda *_: None) -> Made:
+    """Make the variant unless it is here; an interrupted job leaves nothing that looks like one."""
+    quantizer, model = quantizers.that_makes(order.scheme), weights.inspect(order.source)
+    if model.format is None:
+        raise InputError(
+            f"{order.source} is not on this machine", hint="download its weights first, and give the folder"
+        )
+    quantizer.check(model, order.scheme)
+    tools, versions = await _tools(quantizer, model, progress)
+    texts, calibration = _calibration(order, model)
+    origin = digest(Path(model.source))
+    key = json.dumps([origin, order.scheme, calibration.digest, sorted(versions.items())])
+    name = f"{model.name}-{order.scheme}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+    folder = environment.cache_root() / "variants" / name
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = folder.with_name(name + ".lock")
+    async with environment.locked(lock, waiting=lambda: progress("wait for another process that makes it", 0, 1)):
+        if (folder / DOCUMENT).is_file():
+            return Made(folder, read(folder), made_now=False)
+        began, partial = time.monotonic(), folder.with_name(name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        job = _job(order, model, partial, texts)
+        steps = quantizer.steps(job, tools)
+        log = folder.with_name(name + ".log")
+        log.unlink(missing_ok=True)
+        for number, step in enumerate(steps):
+            progress(step.title, number, len(steps))
+            if last := await environment.run_step(step, log=log):
+                raise QuantizeFailed(f"'{step.title}' failed: {last}", hint=f"read {log}")
+        for scratch in _SCRATCH:
+            (partial / scratch).unlink(missing_ok=True)
+        made = (partial / quantizer.file(job)).resolve()
+        lineage = Lineage(
+            name=name,
+            model=model.source,
+            model_digest=origin,
+            scheme=order.scheme,
+            format=quantizer.format,
+            file=quantizer.file(job),
+            weights_digest=digest(made),
+            bytes=weights.inspect(str(made)).weight_bytes or 0,
+            calibration=calibration,
+            tools=versions,
+            seconds=round(time.monotonic() - began, 1),
+        )
+        (partial / DOCUMENT).write_text(lineage.to_text())
+        partial.rename(folder)
+    return Made(folder, lineage, made_now=True)
+
+
+def read(folder: Path) -> Lineage:
+    """Read what lies beside a variant."""
+    document = documents.read(folder / DOCUMENT)
+    assert isinstance(document, Lineage)
+    return document
+
+
+def digest(path: Path) -> str:
+    """Return the SHA-256 over a model's weights, and over the files that say how to read them."""
+    files = (
+        sorted(one for one in path.iterdir() if one.suffix in (".safetensors", ".json")) if path.is_dir() else [path]
+    )
+    whole = hashlib.sha256()
+    for one in files:
+        with one.open("rb") as stream:
+            whole.update(hashlib.file_digest(stream, "sha256").digest())
+    return whole.hexdigest()
+
+
+async def _tools(quantizer: Quantizer, model: Model, progress: Progress) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the paths and the versions of what the job needs; the quantizer's own tool is installed on demand."""
+    paths: dict[str, str] = {}
+    versions: dict[str, str] = {}
+    for name in quantizer.tools:
+        if name in quantizers.names():
+            if name != quantizer.name and model.format == quantizer.format:
+                continue  # nothing to convert
+            tool = quantizers.get(name)
+            found = next(environment.managed(name), None)
+            if found is None:
+                found, _ = await environment.install(tool, host=devices.this_host(), progress=progress)  # type: ignore[arg-type]
+        else:
+            found = environment.find(name)
+        paths |= found.tools
+        versions[name] = found.version
+    return paths, versions
+
+
+def _calibration(order: Order, model: Model) -> tuple[list[str], Calibration]:
+    """Return the texts to calibrate with: the workload's own requests, else a mixture of the catalogue's."""
+    if order.workload is None:
+        texts, name, natural = catalog.mixed_texts()[: order.samples], "catalogue", True
+    else:
+        vocabulary = tokens.vocabulary(model.source)
+        traffic = prompts.prepare(order.workload, order.samples, vocabulary=vocabulary, base=order.base)
+        chats = (traffic.messages(number) for number in range(len(traffic)))
+        texts = ["\n".join(message["content"] for message in chat) for chat in chats]
+        name, natural = order.workload.name or "workload", order.workload.dataset is not None
+    whole = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    return texts, Calibration(workload=name, samples=len(texts), digest=whole, natural=natural)
+
+
+def _job(order: Order, model: Model, folder: Path, texts: list[str]) -> Job:
+    lines, plain = folder / "samples.jsonl", folder / "samples.txt"
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    plain.write_text("\n\n".join(texts))
+    jobs = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Job(model=model, scheme=order.scheme, folder=str(folder), samples=str(lines), plain=str(plain), jobs=jobs)

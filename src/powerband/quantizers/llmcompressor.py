@@ -1,0 +1,85 @@
+"""Safetensors variants by LLM Compressor, in an environment of its own; vLLM loads what it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from powerband.core.engine import InstallPlan, Step
+from powerband.core.host import Host
+from powerband.core.model import Format, Model
+from powerband.errors import InputError
+from powerband.quantizers.base import Job, Quantizer
+
+_JOB = Path(__file__).with_name("compress_job.py")
+_TORCH = "2.13.0"
+_GROUPS = (128, 64, 32)
+
+
+class LlmCompressor(Quantizer):
+    """GPTQ, AWQ, SmoothQuant and FP8."""
+
+    name: ClassVar[str] = "llmcompressor"
+    default_version: ClassVar[str | None] = "0.14.0.1"
+    help_args: ClassVar[tuple[str, ...]] = ("--help",)
+    schemes: ClassVar[tuple[str, ...]] = ("w8a8-int8", "w4a16-gptq", "w4a16-awq", "fp8-dynamic")
+    calibrated: ClassVar[frozenset[str]] = frozenset({"w8a8-int8", "w4a16-gptq", "w4a16-awq"})
+    format: ClassVar[Format] = "safetensors"
+    tools: ClassVar[tuple[str, ...]] = ("llmcompressor",)
+
+    def install_plan(self, version: str, host: Host) -> InstallPlan:
+        """torch first: without a GPU the registry's CPU build; what llama.cpp's converters want comes along."""
+        python = "{home}/bin/python"
+        pip = (python, "-m", "pip", "install", "--quiet")
+        torch = () if host.gpus else (Step(title=f"install torch {_TORCH}", argv=(*pip, f"torch=={_TORCH}")),)
+        return InstallPlan(
+            engine=self.name,
+            version=version,
+            build="cuda" if host.gpus else f"cpu-torch-{_TORCH}",
+            steps=(
+                Step(title="make an environment", argv=("{python}", "-m", "venv", "{home}")),
+                *torch,
+                Step(title=f"install llmcompressor {version}", argv=(*pip, f"llmcompressor=={version}")),
+                Step(title="install what the GGUF converters want", argv=(*pip, "sentencepiece", "protobuf")),
+            ),
+            program=(python,),
+            tools={"python": python},
+        )
+
+    def check(self, model: Model, scheme: str) -> None:
+        """Only a model's own weights; a group of weights must divide every row."""
+        if model.format != "safetensors":
+            raise InputError(f"{scheme} is made from safetensors", hint="give the model's own folder")
+        if model.numbers not in ("bf16", "f16", "f32"):
+            raise InputError(f"{model.source} is quantized already ({model.numbers})", hint="give the original weights")
+        if scheme.startswith("w4a16") and group_size(model) is None:
+            rows = " and ".join(str(row) for row in _rows(model))
+            raise InputError(
+                f"no group of {', '.join(map(str, _GROUPS))} weights divides this model's rows of {rows}",
+                hint="take w8a8-int8, or a GGUF scheme",
+            )
+
+    def file(self, job: Job) -> str:
+        """A folder."""
+        return "."
+
+    def steps(self, job: Job, tools: Mapping[str, str]) -> tuple[Step, ...]:
+        """One script in the tool's own interpreter."""
+        size = group_size(job.model) if job.scheme.startswith("w4a16") else None
+        argv = (tools["python"], str(_JOB), job.model.source, job.folder, job.scheme, job.samples or "", str(size or 0))
+        env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(job.jobs)}
+        return (Step(title=f"quantize to {job.scheme}", argv=argv, env=env),)
+
+
+def group_size(model: Model) -> int | None:
+    """Return the largest usual group that divides every row."""
+    return next((size for size in _GROUPS if all(row % size == 0 for row in _rows(model))), None)
+
+
+def _rows(model: Model) -> tuple[int, ...]:
+    """Return the lengths of the rows that are cut into groups."""
+    return tuple(sorted({row for row in (model.hidden, model.feed_forward) if row}))
+
+
+QUANTIZER = LlmCompressor()
