@@ -64,7 +64,7 @@ async def quantize(order: Order, *, progress: Progress = lambda *_: None) -> Mad
     quantizer.check(model, order.scheme)
     tools, versions = await _tools(quantizer, model, progress)
     texts, calibration = _calibration(order, model)
-    origin = digest(Path(model.source))
+    origin = weights.digest(Path(model.source))
     key = json.dumps([origin, order.scheme, calibration.digest, sorted(versions.items())])
     name = f"{model.name}-{order.scheme}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
     folder = environment.cache_root() / "variants" / name
@@ -94,7 +94,7 @@ async def quantize(order: Order, *, progress: Progress = lambda *_: None) -> Mad
             scheme=order.scheme,
             format=quantizer.format,
             file=quantizer.file(job),
-            weights_digest=digest(made),
+            weights_digest=weights.digest(made),
             bytes=weights.inspect(str(made)).weight_bytes or 0,
             calibration=calibration,
             tools=versions,
@@ -110,18 +110,6 @@ def read(folder: Path) -> Lineage:
     document = documents.read(folder / DOCUMENT)
     assert isinstance(document, Lineage)
     return document
-
-
-def digest(path: Path) -> str:
-    """Return the SHA-256 over a model's weights, and over the files that say how to read them."""
-    files = (
-        sorted(one for one in path.iterdir() if one.suffix in (".safetensors", ".json")) if path.is_dir() else [path]
-    )
-    whole = hashlib.sha256()
-    for one in files:
-        with one.open("rb") as stream:
-            whole.update(hashlib.file_digest(stream, "sha256").digest())
-    return whole.hexdigest()
 
 
 async def _tools(quantizer: Quantizer, model: Model, progress: Progress) -> tuple[dict[str, str], dict[str, str]]:

@@ -18,6 +18,7 @@ _FOLDERS = {
     "coefficients": "coefficients",
     "model": "models",
     "rest": "rests",
+    "quality": "floors",
 }
 CLASSES = ("chat", "code", "maths", "prose")  # of text
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from powerband import __version__
-from powerband.cli import bench, check, diff, doctor, engine, plan, quantize, run, schema, show
+from powerband.cli import bench, check, diff, doctor, engine, evaluate, plan, quantize, run, schema, show
 from powerband.errors import PowerbandError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.add_typer(engine.app, name="engine")
 app.command("run")(run.run)
 app.command("plan")(plan.plan)
 app.command("quantize")(quantize.quantize)
+app.command("evaluate")(evaluate.evaluate)
 app.command("bench")(bench.bench)
 app.command("diff")(diff.diff)
 

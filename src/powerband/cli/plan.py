@@ -98,7 +98,7 @@ def _calibrate(model: str, engine: str | None) -> None:
     from powerband.launchers import local
     from powerband.plan import calibrate as calibration
     from powerband.plan import machine
-    from powerband.plan.probe import Seen, probe
+    from powerband.plan.probe import Crowd, Seen, probe
     from powerband.plan.work import Split, Steps
     from powerband.runtime import devices
 
@@ -112,7 +112,7 @@ def _calibrate(model: str, engine: str | None) -> None:
     steps = Steps(shape, stage.scheme_of(prepared.model), Split())
     choice = prepared.engine.choice_of(prepared.deployment, model=prepared.model, host=prepared.host)
 
-    async def measure() -> list[Seen]:
+    async def measure() -> tuple[list[Seen], list[Crowd]]:
         with given.start_progress(False) as on_change:
             async with local.launch(prepared, on_change=on_change) as replica:
                 return await probe(replica, choice, say=show)
@@ -122,16 +122,17 @@ def _calibrate(model: str, engine: str | None) -> None:
         told = f"round {turn}: {one.users} at once, {one.prompt} + {one.output} tokens"
         console.print(f"{told:>40}: first token {seen.ttft_s * 1e3:.0f} ms, step {seen.step_s * 1e3:.1f} ms")
 
-    seen = asyncio.run(measure())
+    seen, crowds = asyncio.run(measure())
     found = calibration.fit(
         steps,
         device,
         prepared.engine.name,
         seen,
+        crowds,
         name=f"{machine.NAME}-{prepared.engine.name}",
         source=f"{len(seen)} probes of {deployment.served_name} on this machine",
     )
-    console.print(f"kept: {calibration.keep(found)}")
+    console.print(f"steps of traffic take {found.traffic:.2f} of that; kept: {calibration.keep(found)}")
 
 
 def _drafting(text: str | None) -> Drafting:

@@ -49,6 +49,7 @@ class Coefficients(Document):
     batches: dict[int, float] = Field(
         default_factory=dict, description="what a step that writes so many answers takes of all that; between, a line"
     )
+    traffic: Share = Field(default=1.0, description="what steps for unlike requests take, over steps for equal ones")
     round_s: float = Field(default=0.0, ge=0, description="for each message that all devices wait for")
     link: Share = Field(default=0.6, description="of the link's bandwidth, when partial sums are added up")
     exchange: Share = Field(default=0.4, description="of the link's bandwidth, when tokens go to experts elsewhere")

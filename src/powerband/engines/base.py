@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 from packaging.version import InvalidVersion, Version
@@ -23,10 +23,12 @@ from powerband.core.engine import (
 )
 from powerband.core.host import Host
 from powerband.core.model import Format, Model
+from powerband.core.scoring import Answer, Spot, Talk
 from powerband.engines import knobs, rules
 from powerband.errors import InputError, did_you_mean
 
 C = TypeVar("C", bound=EngineConfig)
+Messages = Sequence[Mapping[str, str]]  # role and content
 
 
 class Engine(ABC, Generic[C]):
@@ -64,6 +66,22 @@ class Engine(ABC, Generic[C]):
 
     def choice_of(self, deployment: Deployment[C], *, model: Model, host: Host) -> Choice:
         """Return the choice that a deployment's knobs, and the engine's own defaults, amount to."""
+        raise NotImplementedError(self.name)
+
+    def tokenize(self, model: str, text: str) -> Talk[list[int]]:
+        """Ask for the tokens of a text."""
+        raise NotImplementedError(self.name)
+
+    def render(self, model: str, chat: Messages) -> Talk[list[int]]:
+        """Ask for the tokens of a chat, as the server's own template makes them, ready to be answered."""
+        raise NotImplementedError(self.name)
+
+    def score(self, model: str, tokens: Sequence[int], places: Sequence[int], *, top: int) -> Talk[list[Spot]]:
+        """Ask what the server expects at some places of a text, given all tokens before each."""
+        raise NotImplementedError(self.name)
+
+    def answer(self, model: str, tokens: Sequence[int], *, most: int, top: int) -> Talk[Answer]:
+        """Ask for a greedy answer, and what else was likely at each of its places."""
         raise NotImplementedError(self.name)
 
     def install_plan(self, version: str, host: Host) -> InstallPlan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -21,8 +21,9 @@ from powerband.core.engine import (
 )
 from powerband.core.host import Host
 from powerband.core.model import Format, Model
+from powerband.core.scoring import Answer, Ask, Spot, Talk
 from powerband.engines import knobs, rules
-from powerband.engines.base import Engine
+from powerband.engines.base import Engine, Messages
 from powerband.engines.knobs import Knob
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
@@ -208,6 +209,40 @@ class LlamaCpp(Engine[LlamaCppConfig]):
             tools={tool: f"{{home}}/bin/{tool}" for tool in tools} | {"converters": "{home}/convert"},
         )
 
+    def tokenize(self, model: str, text: str) -> Talk[list[int]]:
+        """llama-server tells."""
+        answer = yield Ask("/tokenize", {"content": text, "add_special": False, "parse_special": True})
+        return list(answer["tokens"])
+
+    def render(self, model: str, chat: Messages) -> Talk[list[int]]:
+        """Its template makes a text, its tokenizer tokens of that."""
+        answer = yield Ask("/apply-template", {"messages": list(chat)})
+        return (yield from self.tokenize(model, answer["prompt"]))
+
+    def score(self, model: str, tokens: Sequence[int], places: Sequence[int], *, top: int) -> Talk[list[Spot]]:
+        """It tells of the next token only, so each place is a request; what stands before it is in its cache."""
+        written = (yield from self.tokenize(model, " a"))[-1]  # of half a letter no probabilities are told
+        found = []
+        for at in places:
+            body = {"prompt": list(tokens[:at]), "n_predict": 1, "cache_prompt": True, "temperature": 0}
+            body |= {"logit_bias": [[written, _SURELY]]}  # the probabilities are told as they were without
+            likely = _likely((yield Ask("/completion", body | {"n_probs": top})))
+            known = dict(likely).get(tokens[at])
+            if known is None:
+                many = _likely((yield Ask("/completion", body | {"n_probs": _MANY})))
+                known = dict(many).get(tokens[at], many[-1][1])
+            found.append(Spot(known, likely))
+        return found
+
+    def answer(self, model: str, tokens: Sequence[int], *, most: int, top: int) -> Talk[Answer]:
+        """One request."""
+        body = {"prompt": list(tokens), "n_predict": most, "temperature": 0, "n_probs": top, "return_tokens": True}
+        told = yield Ask("/completion", body)
+        steps = told.get("completion_probabilities", [])
+        written = tuple(one["id"] for one in steps)
+        places = tuple(Spot(one["logprob"], _best_first(one["top_logprobs"])) for one in steps)
+        return Answer(written, places, told["content"])
+
     def files(self, deployment: Deployment[LlamaCppConfig]) -> dict[str, str]:
         """Return the local files that the config names, by knob."""
         config = deployment.config
@@ -273,6 +308,18 @@ class LlamaCpp(Engine[LlamaCppConfig]):
         except (ValueError, TypeError, KeyError, ZeroDivisionError):
             pass  # the page is switched off or was not read: the gauge stays unknown
         return read.model_copy(update=changes)
+
+
+_SURELY = 100.0  # in logits
+_MANY = 4000  # tokens, where the actual one is not among the likeliest
+
+
+def _likely(answer: dict[str, Any]) -> tuple[tuple[int, float], ...]:
+    return _best_first(answer["completion_probabilities"][0]["top_logprobs"])
+
+
+def _best_first(told: list[dict[str, Any]]) -> tuple[tuple[int, float], ...]:
+    return tuple(sorted(((one["id"], one["logprob"]) for one in told), key=lambda one: -one[1]))
 
 
 def _is_path(source: str) -> bool:

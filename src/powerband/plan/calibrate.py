@@ -15,11 +15,14 @@ from powerband.core.deployment import Deployment
 from powerband.core.device import Device
 from powerband.core.engine import Choice
 from powerband.errors import InputError
-from powerband.plan.probe import LONGEST, MOST_USERS, Probe, Seen
+from powerband.plan.probe import LONGEST, MOST_USERS, Crowd, Probe, Seen
+from powerband.plan.simulate import Limits, simulate
+from powerband.plan.times import StepTimes
 from powerband.plan.work import Batch, Steps
 from powerband.store import documents, runs
 
 Row = list[float]
+_TOKENS = 2048  # of one step
 _BANDWIDTH = 0.8  # the share of the memory's bandwidth that reading weights is believed to reach
 
 
@@ -35,7 +38,7 @@ def roomy(deployment: Deployment[Any], *, on_cpu: bool) -> Deployment[Any]:
         scheme="",
         kv_format=next(iter(engine.scheduling.kv_formats)),
         sequences=MOST_USERS,
-        batched_tokens=2048,
+        batched_tokens=_TOKENS,
         context=LONGEST,
         kv_bytes=2**30,
         on_cpu=on_cpu,
@@ -45,7 +48,16 @@ def roomy(deployment: Deployment[Any], *, on_cpu: bool) -> Deployment[Any]:
     return deployment.model_copy(update={"config": type(config).model_validate(wanted)})
 
 
-def fit(steps: Steps, device: Device, engine: str, seen: Sequence[Seen], *, name: str, source: str) -> Coefficients:
+def fit(
+    steps: Steps,
+    device: Device,
+    engine: str,
+    seen: Sequence[Seen],
+    crowds: Sequence[Crowd] = (),
+    *,
+    name: str,
+    source: str,
+) -> Coefficients:
     """Return the coefficients under which the probes are most nearly what the roofline says."""
     rows, values = [], []
     for one in sorted({found.probe for found in seen}, key=lambda probe: (probe.users, probe.prompt)):
@@ -59,7 +71,7 @@ def fit(steps: Steps, device: Device, engine: str, seen: Sequence[Seen], *, name
     reading = min(constant, at_full_speed / _BANDWIDTH)
     batches = _batches(steps, device, seen, solved)
     scheduling = engines.get(engine).scheduling
-    return Coefficients(
+    found = Coefficients(
         name=name,
         engine=engine,
         devices=(device.name or "",),
@@ -80,6 +92,14 @@ def fit(steps: Steps, device: Device, engine: str, seen: Sequence[Seen], *, name
         ),
         source=source,
     )
+    ratios = [one.seconds / _played(one, StepTimes(steps, device, found)) for one in crowds]
+    return found.model_copy(update={"traffic": round(plain.mean(ratios), 3)}) if ratios else found
+
+
+def _played(crowd: Crowd, times: StepTimes) -> float:
+    """Return how long the crowd's requests take when they are played: all of them wait, so many are served at once."""
+    limits = Limits(sequences=crowd.users, batched_tokens=_TOKENS, kv_tokens=math.inf)
+    return max(simulate([0.0] * len(crowd.prompts), crowd.prompts, crowd.outputs, times, limits).e2e)
 
 
 def _batches(steps: Steps, device: Device, seen: Sequence[Seen], solved: Sequence[float]) -> dict[int, float]:

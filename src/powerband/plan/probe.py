@@ -36,6 +36,11 @@ PROBES = (
     Probe(2, 32, 32), Probe(3, 32, 32), Probe(4, 32, 32), Probe(6, 32, 32), Probe(8, 32, 32), Probe(16, 32, 32),
     Probe(2, 384, 24), Probe(4, 128, 24), Probe(8, 128, 24),
 )  # fmt: skip
+# Then unlike requests one after another, as traffic is: what a burst shows is not quite what traffic gets.
+TRAFFIC = {"prompt": {"shape": "lognormal", "median": 80, "p95": 300, "max": 480},
+           "output": {"shape": "lognormal", "median": 24, "p95": 64, "max": 96}}  # fmt: skip
+TRAFFIC_USERS = (3, 6)
+_TURNS = 12  # requests of each user
 LONGEST = max(one.prompt + one.output for one in PROBES) + 512  # with room for a chat template
 MOST_USERS = max(one.users for one in PROBES)
 
@@ -49,10 +54,20 @@ class Seen:
     step_s: float
 
 
+@dataclass(frozen=True)
+class Crowd:
+    """Users who never pause, with unlike requests, and how long all of them took."""
+
+    users: int
+    prompts: tuple[int, ...]
+    outputs: tuple[int, ...]
+    seconds: float
+
+
 async def probe(
     replica: Replica, choice: Choice, *, say: Callable[[int, Seen], None] = lambda *_: None, most_s: float = _MOST_S
-) -> list[Seen]:
-    """Run the probes that the deployment has room for, round after round."""
+) -> tuple[list[Seen], list[Crowd]]:
+    """Run the probes that the deployment has room for, round after round; then some traffic."""
     headers = tuple(replica.request_headers.items())
     target = Target(replica.url, await replica.model_name(), headers, keep_alive=replica.engine.keeps_connections)
     vocabulary = tokens.vocabulary(choice.source)
@@ -65,7 +80,7 @@ async def probe(
     for turn in range(_ROUNDS):
         for number, one in enumerate(fitting):
             if turn and time.monotonic() - began > most_s:
-                return found
+                break
             records = await asyncio.to_thread(_burst, target, vocabulary, one, seed=1000 * (turn + 1) + number)
             if seen := _read(one, records):
                 found.append(seen)
@@ -74,7 +89,20 @@ async def probe(
         raise InvalidMeasurement(
             "too few probes were answered", hint="is the machine busy? give the model more context"
         )
-    return found
+    crowds = [
+        await asyncio.to_thread(_crowd, target, vocabulary, users)
+        for users in TRAFFIC_USERS
+        if users <= choice.sequences
+    ]
+    return found, crowds
+
+
+def _crowd(target: Target, vocabulary: tokens.Vocabulary, users: int) -> Crowd:
+    closed = {"arrivals": {"process": "closed", "users": users}, "seed": 77 + users}
+    traffic = prompts.prepare(Workload.model_validate(closed | TRAFFIC), users * _TURNS, vocabulary=vocabulary)
+    records = generator.drive(target, traffic).records
+    seconds = (max(records["end"]) - min(records["due"])) / 1e9
+    return Crowd(users, tuple(traffic.prompt_tokens), tuple(traffic.output_tokens), seconds)
 
 
 def _burst(target: Target, vocabulary: tokens.Vocabulary, one: Probe, *, seed: int) -> Records:

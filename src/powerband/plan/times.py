@@ -88,7 +88,7 @@ class StepTimes:
         link = self.device.link
         sending = work.rounds * c.round_s + work.reduce_bytes / link / c.link + work.exchange_bytes / link / c.exchange
         fixed = c.step_s + work.layers * self._layer_s + work.sequences * c.sequence_s + firsts * c.prompt_s
-        return weights + attending + sending + fixed
+        return (weights + attending + sending + fixed) * c.traffic
 
 
 def _between(table: list[tuple[int, float]], at: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -62,6 +63,18 @@ def _from_hub(source: str) -> str:
     if answer.status_code != 200:
         raise InputError(f"the hub has no config.json of {source} (HTTP {answer.status_code})", hint=hint)
     return answer.text
+
+
+def digest(path: Path) -> str:
+    """Return the SHA-256 over a model's weights, and over the files that say how to read them."""
+    files = (
+        sorted(one for one in path.iterdir() if one.suffix in (".safetensors", ".json")) if path.is_dir() else [path]
+    )
+    whole = hashlib.sha256()
+    for one in files:
+        with one.open("rb") as stream:
+            whole.update(hashlib.file_digest(stream, "sha256").digest())
+    return whole.hexdigest()
 
 
 def is_local(source: str) -> bool:

@@ -15,9 +15,11 @@ from powerband.errors import DocumentError, InputError, did_you_mean
 _PLAIN = {
     "coefficients": ("coefficients", "Coefficients"),
     "device": ("device", "Device"),
+    "evaluation": ("evaluation", "Evaluation"),
     "inventory": ("device", "Inventory"),
     "measurement": ("measurement", "Measurement"),
     "plan": ("plan", "Plan"),
+    "quality": ("quality", "QualityFloor"),
     "scheme": ("scheme", "Scheme"),
     "slo": ("slo", "SLO"),
     "variant": ("variant", "Lineage"),

@@ -1,0 +1,113 @@
+"""What the reference said, kept so that it is asked once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from powerband.core.scoring import Answer, Spot
+from powerband.evaluate.asking import Asker
+from powerband.evaluate.probes import LONGEST, MOST, Answered, Chat, Probes, Read, places
+from powerband.evaluators import tasks
+from powerband.evaluators.tasks import Question
+
+_SAMPLES = 4
+
+
+@dataclass(frozen=True)
+class Notes:
+    """The reference's word on every probe."""
+
+    samples: tuple[tuple[str, tuple[int, ...]], ...]  # some texts and their tokens
+    reads: tuple[Read, ...]
+    answered: tuple[Answered, ...]
+    tasks: dict[str, tuple[tuple[Question, ...], tuple[bool, ...]]]  # questions, and whether it was right
+
+    @property
+    def kinds(self) -> set[str]:
+        """Return the kinds of chats."""
+        return {one.kind for one in self.answered}
+
+    @staticmethod
+    def place(folder: Path, told: str) -> Path:
+        """Return where the notes of such a reference lie."""
+        return folder / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}.json"
+
+    def write(self, path: Path) -> None:
+        """Keep them; a half-written file is never read."""
+        data = {
+            "samples": self.samples,
+            "reads": [[one.kind, one.tokens, one.spots] for one in self.reads],
+            "answered": [[one.kind, one.messages, one.answer, one.room] for one in self.answered],
+            "tasks": self.tasks,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(data))
+        partial.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Notes:
+        """Read them back."""
+        data = json.loads(path.read_text())
+        return cls(
+            samples=tuple((text, tuple(tokens)) for text, tokens in data["samples"]),
+            reads=tuple(Read(kind, tuple(tokens), _spots(spots)) for kind, tokens, spots in data["reads"]),
+            answered=tuple(
+                Answered(kind, tuple(messages), Answer(tuple(tokens), _spots(spots), text), room)
+                for kind, messages, (tokens, spots, text), room in data["answered"]
+            ),
+            tasks={
+                name: (tuple(Question(*one) for one in questions), tuple(right))
+                for name, (questions, right) in data["tasks"].items()
+            },
+        )
+
+
+def _spots(data: Sequence[Any]) -> tuple[Spot, ...]:
+    return tuple(Spot(logprob, tuple((token, value) for token, value in top)) for logprob, top in data)
+
+
+async def ask_reference(
+    asker: Asker, probes: Probes, questions: Mapping[str, tuple[Question, ...]], *, top: int, context: int
+) -> Notes:
+    """Ask all of it."""
+    engine, model = asker.engine, asker.model
+    tokens = await asker.hold_all(engine.tokenize(model, one.text) for one in probes.texts)
+    cut = [tuple(one[: min(LONGEST, context - 8)]) for one in tokens]
+    spots = await asker.hold_all(engine.score(model, one, places(one), top=top) for one in cut)
+    reads = tuple(Read(text.kind, one, tuple(found)) for text, one, found in zip(probes.texts, cut, spots, strict=True))
+    answered = await _converse(asker, probes.chats, top=top, context=context)
+    right = {}
+    for name, asked in questions.items():
+        prompts = await asker.hold_all(engine.render(model, [{"role": "user", "content": one.prompt}]) for one in asked)
+        talks = [engine.answer(model, prompt, most=one.most, top=1) for prompt, one in zip(prompts, asked, strict=True)]
+        said = await asker.hold_all(talks)
+        right[name] = (asked, tuple(tasks.right(one, answer.text) for one, answer in zip(asked, said, strict=True)))
+    samples = tuple((text.text, tuple(one)) for text, one in zip(probes.texts[:_SAMPLES], tokens, strict=False))
+    return Notes(samples, reads, answered, right)
+
+
+async def _converse(asker: Asker, chats: Sequence[Chat], *, top: int, context: int) -> tuple[Answered, ...]:
+    """Answer every chat turn by turn; what comes of the last turn is kept."""
+    engine, model = asker.engine, asker.model
+    said: list[list[dict[str, str]]] = [[] for _ in chats]
+    last: list[Answered | None] = [None] * len(chats)
+    for turn in range(max(len(one.turns) for one in chats)):
+        speaking = [number for number, one in enumerate(chats) if len(one.turns) > turn]
+        for number in speaking:
+            said[number].append({"role": "user", "content": chats[number].turns[turn]})
+        prompts = await asker.hold_all(engine.render(model, said[number]) for number in speaking)
+        fitting = [
+            (number, prompt) for number, prompt in zip(speaking, prompts, strict=True) if len(prompt) + MOST < context
+        ]
+        answers = await asker.hold_all(engine.answer(model, prompt, most=MOST, top=top) for _, prompt in fitting)
+        for (number, prompt), answer in zip(fitting, answers, strict=True):
+            room = len(prompt) + MOST
+            last[number] = Answered(chats[number].kind, tuple(said[number]), answer, room)
+            said[number] = [*said[number], {"role": "assistant", "content": answer.text}]
+    return tuple(one for one in last if one is not None)
