@@ -24,6 +24,7 @@ def evaluate(
         typer.Option(metavar="NAME=FILE", help="Questions with answers, as JSONL; may stand again."),
     ] = None,
     workload: Annotated[str | None, typer.Option(help="Also judge on the requests of this workload.")] = None,
+    samples: Annotated[int, typer.Option(min=4, max=48, help="Texts of each class, and twice as many as chats.")] = 24,
     engine: Annotated[str | None, typer.Option(help="The candidate's engine; guessed from the model.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="A knob of the candidate; may stand again.")
@@ -52,7 +53,7 @@ def evaluate(
     wanted = _floor(floor)
     questions = dict(_task(text) for text in task or [])
     own = _requests(workload, prepared[0].deployment.variant.source) if workload else []
-    order = stage.Order(floor=wanted, probes=probes(own), tasks=questions)
+    order = stage.Order(floor=wanted, probes=probes(own, samples=samples), tasks=questions)
     folder = given.folder(output) if output else runs.new_run(f"evaluate-{prepared[1].deployment.served_name}")
     console = talk()
 

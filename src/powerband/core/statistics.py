@@ -118,7 +118,8 @@ def wilson(successes: float, count: float) -> Interval:
     share, z2 = successes / count, _Z95**2
     middle = (share + z2 / (2 * count)) / (1 + z2 / count)
     reach = _Z95 / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))
-    return Interval(share, max(0.0, middle - reach), min(1.0, middle + reach))
+    low, high = middle - reach if successes > 0 else 0.0, middle + reach if successes < count else 1.0
+    return Interval(share, max(0.0, low), min(1.0, high))
 
 
 def halves(values: Sequence[float]) -> Interval:

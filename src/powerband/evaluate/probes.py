@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from powerband import catalog
 from powerband.core.scoring import Answer, Spot
@@ -16,8 +16,9 @@ T = TypeVar("T")
 _SCORED = 16  # places of a text
 _SKIPPED = 16  # tokens at its beginning, where anything may follow
 LONGEST = 320  # tokens of a text that are read
-MOST = 40  # tokens of an answer
-_LONG_CHARACTERS = 5000
+MOST = 32  # tokens of an answer
+SAMPLES = 24  # texts of each class
+_LONG_CHARACTERS = 3500
 _TASK = "\n\nSay in one sentence what the text above is about."
 
 
@@ -51,22 +52,24 @@ class Probes:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def probes(own: Sequence[str] = ()) -> Probes:
-    """Return the catalogue's texts and chats, and a workload's own requests as a class of their own."""
-    by_class = {kind: [Text(kind, one["text"]) for one in catalog.texts(kind)] for kind in ("code", "maths", "prose")}
-    by_class["chat"] = [Text("chat", "\n".join(one["turns"])) for one in catalog.texts("chat")]
+def probes(own: Sequence[str] = (), *, samples: int = SAMPLES) -> Probes:
+    """Return texts of every class, half as many chats of every kind, and a workload's own requests as one more class."""
+    by_class = {kind: [Text(kind, _whole(one)) for one in catalog.texts(kind)][:samples] for kind in catalog.CLASSES}
     if own:
-        by_class["workload"] = [Text("workload", text) for text in own]
-    spoken = catalog.texts("chat")
-    half = len(spoken) // 2
-    single = [Chat("single", tuple(one["turns"][:1])) for one in spoken[:half]]
-    multi = [Chat("multi", tuple(one["turns"][:2])) for one in spoken[half:]]
+        by_class["workload"] = [Text("workload", text) for text in own][:samples]
+    spoken, few = catalog.texts("chat"), max(1, samples // 2)
+    single = [Chat("single", tuple(one["turns"][:1])) for one in spoken[:few]]
+    multi = [Chat("multi", tuple(one["turns"][:2])) for one in spoken[::-1][:few]]
     passages = [one["text"] for one in catalog.texts("prose")]
     long = []
-    for number in range(0, len(passages), 2):
+    for number in range(min(few, len(passages))):
         whole = "\n\n".join(passages[number:] + passages[:number])[:_LONG_CHARACTERS]
         long.append(Chat("long", (whole + _TASK,)))
     return Probes(tuple(_turns(*by_class.values())), tuple(_turns(single, multi, long)))
+
+
+def _whole(one: Mapping[str, Any]) -> str:
+    return "\n".join(one.get("turns") or [one["text"]])
 
 
 def _turns(*groups: Sequence[T]) -> list[T]:

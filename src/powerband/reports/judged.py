@@ -27,7 +27,7 @@ def tables(found: Evaluation) -> Iterator[RenderableType]:
         if one.kind:
             continue
         by_kind = {other.kind: other for other in found.figures if other.name == one.name and other.kind}
-        cells = [f"{by_kind[kind].found.value:.4g}" if kind in by_kind else "" for kind in kinds]
+        cells = [f"{by_kind[kind].found.value:.3g}" if kind in by_kind else "" for kind in kinds]
         judgement = Text(one.judgement or "", _STYLES.get(one.judgement or "", ""))
         table.add_row(one.name, _ranged(one), one.bound, judgement, *cells)
     yield table
@@ -38,7 +38,7 @@ def tables(found: Evaluation) -> Iterator[RenderableType]:
 
 
 def _ranged(one: Figure) -> str:
-    return f"{one.found.value:.4g} [{one.found.low:.4g}, {one.found.high:.4g}]"
+    return f"{one.found.value:.3g} [{one.found.low:.3g}, {one.found.high:.3g}]"
 
 
 def page(found: Evaluation) -> str:
