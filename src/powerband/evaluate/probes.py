@@ -53,7 +53,7 @@ class Probes:
 
 
 def probes(own: Sequence[str] = (), *, samples: int = SAMPLES) -> Probes:
-    """Return texts of every class, half as many chats of every kind, and a workload's own requests as one more class."""
+    """Return texts of every class, half as many chats of every kind, and a workload's own requests as a class."""
     by_class = {kind: [Text(kind, _whole(one)) for one in catalog.texts(kind)][:samples] for kind in catalog.CLASSES}
     if own:
         by_class["workload"] = [Text("workload", text) for text in own][:samples]
