@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -64,7 +63,7 @@ async def quantize(order: Order, *, progress: Progress = lambda *_: None) -> Mad
     quantizer.check(model, order.scheme)
     tools, versions = await _tools(quantizer, model, progress)
     texts, calibration = _calibration(order, model)
-    origin = weights.digest(Path(model.source))
+    origin = weights.digest(model.source)
     key = json.dumps([origin, order.scheme, calibration.digest, sorted(versions.items())])
     name = f"{model.name}-{order.scheme}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
     folder = environment.cache_root() / "variants" / name
@@ -94,7 +93,7 @@ async def quantize(order: Order, *, progress: Progress = lambda *_: None) -> Mad
             scheme=order.scheme,
             format=quantizer.format,
             file=quantizer.file(job),
-            weights_digest=weights.digest(made),
+            weights_digest=weights.digest(str(made)),
             bytes=weights.inspect(str(made)).weight_bytes or 0,
             calibration=calibration,
             tools=versions,
@@ -138,8 +137,7 @@ def _calibration(order: Order, model: Model) -> tuple[list[str], Calibration]:
     else:
         vocabulary = tokens.vocabulary(model.source)
         traffic = prompts.prepare(order.workload, order.samples, vocabulary=vocabulary, base=order.base)
-        chats = (traffic.messages(number) for number in range(len(traffic)))
-        texts = ["\n".join(message["content"] for message in chat) for chat in chats]
+        texts = traffic.texts()
         name, natural = order.workload.name or "workload", order.workload.dataset is not None
     whole = hashlib.sha256("\0".join(texts).encode()).hexdigest()
     return texts, Calibration(workload=name, samples=len(texts), digest=whole, natural=natural)
@@ -149,5 +147,5 @@ def _job(order: Order, model: Model, folder: Path, texts: list[str]) -> Job:
     lines, plain = folder / "samples.jsonl", folder / "samples.txt"
     lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     plain.write_text("\n\n".join(texts))
-    jobs = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    jobs = environment.cores()
     return Job(model=model, scheme=order.scheme, folder=str(folder), samples=str(lines), plain=str(plain), jobs=jobs)

@@ -13,7 +13,7 @@ from powerband.core.model import Model
 from powerband.core.plan import Plan, Rejection
 from powerband.core.slo import SLO
 from powerband.core.workload import Workload
-from powerband.plan import calibrate, rest
+from powerband.plan import calibrate, expect, rest
 from powerband.plan.options import Lengths, Offer, Option, host_of, options
 from powerband.plan.probe import PROBES, Seen
 from powerband.plan.simulate import Limits, simulate
@@ -225,3 +225,10 @@ def test_users_wait_for_each_others_prompts() -> None:
     alone, crowd = (steady(times, users=users, prompt=500, output=100) for users in (1, 16))
     assert crowd.ttft_s > 1.2 * alone.ttft_s and crowd.tpot_s > 1.2 * alone.tpot_s
     assert steady(times, users=1, prompt=500, output=100, known=400).ttft_s < 0.9 * alone.ttft_s
+
+
+def test_a_number_format_that_no_scheme_describes_is_not_expected_to_do_anything() -> None:
+    known = model("Qwen/Qwen3-0.6B").model_copy(update={"numbers": "q9_x", "format": "gguf"})
+    data = {"variant": {"source": "x"}, "engine": "llamacpp"}
+    deployment = engines.deployment_type("llamacpp").model_validate(data)
+    assert expect.deployed(deployment, model=known, host=host_of(plan.device("c7i-8xlarge"), 1), known=()) is None

@@ -57,7 +57,6 @@ def bench(
     Exit code 3: a guard refused the measurement. 4: the SLO was not kept.
     """
     import asyncio
-    from pathlib import Path
     from typing import get_args
 
     from powerband.bench import Order, Profile
@@ -80,7 +79,7 @@ def bench(
         rates=given.numbers("--rates", rates) if rates else (),
         start_per_s=rate,
         amount=Amount(window_s=given.seconds(duration) if duration else None, requests=requests, seed=seed),
-        base=Path(workload).parent if "." in workload else None,
+        base=given.base(workload),
         blocks=blocks,
         limit=max_in_flight,
         senders=senders,

@@ -102,11 +102,9 @@ def _task(text: str) -> tuple[str, tuple[Question, ...]]:
 
 def _requests(workload: str, source: str) -> list[str]:
     """Return what a workload's users write."""
-    from pathlib import Path
 
     from powerband.load import prompts, tokens
 
     document = given.traffic(workload, rate=None, users=None)
-    base = Path(workload).parent if "." in workload else None
-    traffic = prompts.prepare(document, 48, vocabulary=tokens.vocabulary(source), base=base)
-    return ["\n".join(one["content"] for one in traffic.messages(number)) for number in range(len(traffic))]
+    traffic = prompts.prepare(document, 48, vocabulary=tokens.vocabulary(source), base=given.base(workload))
+    return traffic.texts()

@@ -43,6 +43,13 @@ def start_progress(json: bool) -> Any:
             status.stop()
 
 
+def base(workload: str) -> Path | None:
+    """Return the folder of a workload's own paths: that of its file; None for a name of the catalogue."""
+    from pathlib import Path
+
+    return Path(workload).parent if "." in workload else None
+
+
 def folder(path: str) -> Path:
     """Make a folder for results, unless it is there."""
     from pathlib import Path

@@ -50,7 +50,6 @@ def plan(
 
     Exit code 4: nothing that was offered keeps the SLO.
     """
-    from pathlib import Path
 
     from powerband import plan as stage
     from powerband.errors import PromiseBroken
@@ -70,7 +69,7 @@ def plan(
             schemes=tuple(scheme or ()),
             load_per_s=load,
             drafting=_drafting(speculate),
-            base=Path(workload).parent if "." in workload else None,
+            base=given.base(workload),
             calibrated=calibration.kept(),
         )
     )
@@ -92,7 +91,6 @@ def _calibrate(model: str, engine: str | None) -> None:
     """Start the model's engine here, probe it, and keep the coefficients."""
     import asyncio
 
-    from powerband import catalog
     from powerband import plan as stage
     from powerband.errors import InputError
     from powerband.launchers import local
@@ -108,7 +106,7 @@ def _calibrate(model: str, engine: str | None) -> None:
     shape = prepared.model.shape
     if shape is None:
         raise InputError(f"{model} does not tell its shape", hint="give its config.json or a GGUF file")
-    device, _ = machine.this_machine(prepared.host, [stage.device(one) for one in catalog.names("device")])
+    device, _ = stage.this_machine(prepared.host)
     steps = Steps(shape, stage.scheme_of(prepared.model), Split())
     choice = prepared.engine.choice_of(prepared.deployment, model=prepared.model, host=prepared.host)
 
@@ -191,8 +189,7 @@ def _offers(on: list[str], inventory: str | None, *, prices: dict[str, float]) -
     offers = []
     for name, count, usd in wanted:
         if name == machine.NAME:
-            known = [stage.device(one) for one in catalog.names("device")]
-            device, here = machine.this_machine(devices.this_host(), known)
+            device, here = stage.this_machine(devices.this_host())
             count = count or here
         else:
             device = stage.device(name)

@@ -26,7 +26,6 @@ def quantize(
     """Make variants of a model in other number formats, once, with their lineage beside them."""
     import asyncio
     import time
-    from pathlib import Path
 
     from powerband import quantize as stage
     from powerband.core.units import about_bytes
@@ -39,7 +38,7 @@ def quantize(
         def progress(title: str, number: int, total: int, *, began: float = began, name: str = name) -> None:
             console.print(f"[dim]{time.monotonic() - began:6.1f} s[/]  {name}: {number + 1}/{total}  {title}")
 
-        base = Path(calibrate).parent if calibrate and "." in calibrate else None
+        base = given.base(calibrate) if calibrate else None
         order = stage.Order(model, name, workload=workload, base=base, samples=samples)
         made = asyncio.run(stage.quantize(order, progress=progress))
         found.append(made)

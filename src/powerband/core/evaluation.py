@@ -30,7 +30,6 @@ class Pair(Value):
     question: str
     reference: str
     candidate: str
-    because: str = ""
 
 
 class Evaluation(Document):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -79,14 +79,3 @@ class QualityFloor(Document):
         if not self.fidelity and not self.tasks:
             raise ValueError("it asks for nothing; bound a figure of fidelity or a task")
         return self
-
-
-class Finding(NamedTuple):
-    """One figure against its bound."""
-
-    name: str
-    found: Interval
-    bound: Bound
-    judgement: Judgement
-    samples: int
-    wanted: int | None  # samples that would decide

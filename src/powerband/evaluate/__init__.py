@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from powerband.core.evaluation import Evaluation, Figure, Pair
 from powerband.core.quality import FIDELITY, QualityFloor
@@ -15,7 +14,7 @@ from powerband.core.statistics import wilson
 from powerband.errors import InputError
 from powerband.evaluate import judge
 from powerband.evaluate.asking import Asker
-from powerband.evaluate.notes import Notes, ask_reference
+from powerband.evaluate.notes import Notes, answers, ask_reference
 from powerband.evaluate.probes import MOST, Answered, Probes, Read, places
 from powerband.evaluators import fidelity, tasks
 from powerband.evaluators.fidelity import Compared
@@ -99,7 +98,7 @@ async def _notes(reference: Prepared, order: Order, engine_s: dict[str, float], 
     """Return what the reference said of these probes; it is asked once."""
     told = {
         "deployment": reference.deployment.to_data(),
-        "weights": weights.digest(Path(reference.deployment.variant.source)),
+        "weights": weights.digest(reference.deployment.variant.source),
         "version": reference.installation.version,
         "probes": order.probes.digest,
         "tasks": {name: [list(one) for one in questions] for name, questions in order.tasks.items()},
@@ -156,11 +155,11 @@ class Batch:
         for read, spots in zip(self.reads, await asker.hold_all(talks), strict=True):
             seen.texts.append(fidelity.compare(read.kind, read.spots, spots))
         prompts = await asker.hold_all(engine.render(model, one.messages) for one in self.chats)
-        answers = await asker.hold_all(engine.answer(model, prompt, most=MOST, top=1) for prompt in prompts)
-        for chat, answer in zip(self.chats, answers, strict=True):
+        replies = await asker.hold_all(engine.answer(model, prompt, most=MOST, top=1) for prompt in prompts)
+        for chat, answer in zip(self.chats, replies, strict=True):
             self._note(chat, answer, seen)
         for name, questions in self.questions.items():
-            said = await _answers(asker, [question for question, _ in questions])
+            said = await answers(asker, [question for question, _ in questions])
             seen.right.setdefault(name, []).extend(
                 tasks.right(question, one) for (question, _), one in zip(questions, said, strict=True)
             )
@@ -173,18 +172,6 @@ class Batch:
             seen.pairs.append(
                 Pair(kind=chat.kind, question=question[-600:], reference=chat.answer.text, candidate=answer.text)
             )
-
-
-async def _answers(asker: Asker, questions: Sequence[Question]) -> list[str]:
-    """Return what is said to questions, each a chat of its own."""
-    engine, model = asker.engine, asker.model
-    prompts = await asker.hold_all(engine.render(model, [_user(one.prompt)]) for one in questions)
-    talks = [engine.answer(model, prompt, most=one.most, top=1) for prompt, one in zip(prompts, questions, strict=True)]
-    return [one.text for one in await asker.hold_all(talks)]
-
-
-def _user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
 
 
 def _batches(notes: Notes, context: int) -> Iterator[Batch]:

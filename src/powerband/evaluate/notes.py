@@ -84,12 +84,19 @@ async def ask_reference(
     answered = await _converse(asker, probes.chats, top=top, context=context)
     right = {}
     for name, asked in questions.items():
-        prompts = await asker.hold_all(engine.render(model, [{"role": "user", "content": one.prompt}]) for one in asked)
-        talks = [engine.answer(model, prompt, most=one.most, top=1) for prompt, one in zip(prompts, asked, strict=True)]
-        said = await asker.hold_all(talks)
-        right[name] = (asked, tuple(tasks.right(one, answer.text) for one, answer in zip(asked, said, strict=True)))
+        said = await answers(asker, asked)
+        right[name] = (asked, tuple(tasks.right(one, answer) for one, answer in zip(asked, said, strict=True)))
     samples = tuple((text.text, tuple(one)) for text, one in zip(probes.texts[:_SAMPLES], tokens, strict=False))
     return Notes(samples, reads, answered, right)
+
+
+async def answers(asker: Asker, questions: Sequence[Question]) -> list[str]:
+    """Return what is said to questions, each a chat of its own."""
+    engine, model = asker.engine, asker.model
+    chats = [[{"role": "user", "content": one.prompt}] for one in questions]
+    prompts = await asker.hold_all(engine.render(model, chat) for chat in chats)
+    talks = [engine.answer(model, prompt, most=one.most, top=1) for prompt, one in zip(prompts, questions, strict=True)]
+    return [one.text for one in await asker.hold_all(talks)]
 
 
 async def _converse(asker: Asker, chats: Sequence[Chat], *, top: int, context: int) -> tuple[Answered, ...]:

@@ -51,6 +51,11 @@ class Traffic:
         """Return the chat of a request; a later turn carries the earlier ones and their answers."""
         return [*(earlier or []), *self.text.messages(number, turn)]
 
+    def texts(self) -> list[str]:
+        """Return what the first turn of every request says, as plain text."""
+        chats = (self.messages(number) for number in range(len(self)))
+        return ["\n".join(message["content"] for message in chat) for chat in chats]
+
     @cached_property
     def prefix_share(self) -> float:
         """Return which part of the prompt tokens an endless cache would know already, by the workload's own words."""

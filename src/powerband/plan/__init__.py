@@ -13,6 +13,7 @@ from powerband import catalog, engines
 from powerband.core import statistics
 from powerband.core.coefficients import Coefficients, Spread
 from powerband.core.device import Device
+from powerband.core.host import Host
 from powerband.core.model import Model
 from powerband.core.plan import Candidate, Plan, Rejection
 from powerband.core.scheme import Scheme
@@ -21,7 +22,7 @@ from powerband.core.statistics import Interval
 from powerband.core.workload import Workload
 from powerband.errors import InputError
 from powerband.load import prompts, tokens
-from powerband.plan import predict, rest
+from powerband.plan import machine, predict, rest
 from powerband.plan.options import Lengths, Offer, Option, options
 from powerband.plan.predict import Fluid, Requests, Server
 from powerband.plan.times import NO_DRAFTS, Drafting
@@ -148,6 +149,11 @@ def all_schemes() -> tuple[Scheme, ...]:
 def device(name: str) -> Device:
     """Return a device of the catalogue."""
     return _read(Device, name)
+
+
+def this_machine(host: Host) -> tuple[Device, int]:
+    """Return the machine that we run on as a device of the catalogue, or as a CPU, and how many there are."""
+    return machine.this_machine(host, [device(name) for name in catalog.names("device")])
 
 
 def coefficients(calibrated: Sequence[Coefficients] = ()) -> list[Coefficients]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from powerband import catalog, engines, plan
+from powerband import engines, plan
 from powerband.core import statistics
 from powerband.core.coefficients import Coefficients
 from powerband.core.deployment import Deployment
@@ -14,7 +14,8 @@ from powerband.core.host import Host
 from powerband.core.measurement import Level, Measurement
 from powerband.core.model import Model
 from powerband.core.statistics import Interval
-from powerband.plan import calibrate, machine, predict
+from powerband.errors import InputError
+from powerband.plan import calibrate, predict
 from powerband.plan.predict import Requests, Server
 from powerband.plan.simulate import Limits
 from powerband.plan.times import StepTimes
@@ -24,10 +25,12 @@ Expected = dict[str, dict[str, Interval]]
 _NAMES = ("p50", "p90", "p95", "p99")
 
 
-def beside(found: Measurement, deployment: Deployment[Any], *, model: Model, host: Host, base: Path | None) -> Any:
+def beside(
+    found: Measurement, deployment: Deployment[Any], *, model: Model, host: Host, base: Path | None
+) -> Measurement:
     """Return the measurement with what was to be expected at each of its rates; unchanged where nothing is known."""
     on = deployed(deployment, model=model, host=host, known=calibrate.kept())
-    if on is None:
+    if on is None or all(level.rate_per_s is None for level in found.levels):
         return found
     requests = plan.draw(found.workload, model, base=base)
     levels = [_beside(level, on, requests) for level in found.levels]
@@ -45,8 +48,11 @@ def deployed(deployment: Deployment[Any], *, model: Model, host: Host, known: Se
     adapter = engines.get(deployment.engine)
     if adapter.scheduling is None or model.shape is None:
         return None
-    device, _ = machine.this_machine(host, [plan.device(name) for name in catalog.names("device")])
-    scheme = plan.scheme_of(model)
+    device, _ = plan.this_machine(host)
+    try:
+        scheme = plan.scheme_of(model)
+    except InputError:  # a number format that no scheme describes
+        return None
     own = plan.fitted(plan.coefficients(known), deployment.engine, device, scheme.name)
     if not own.devices:
         return None

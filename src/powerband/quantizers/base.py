@@ -27,7 +27,6 @@ class Quantizer(ABC):
 
     name: ClassVar[str]
     schemes: ClassVar[tuple[str, ...]]
-    calibrated: ClassVar[frozenset[str]] = frozenset()  # schemes that cannot do without calibration text
     format: ClassVar[Format]
     tools: ClassVar[tuple[str, ...]]  # engines or tools that must be installed
 

@@ -24,7 +24,6 @@ class LlmCompressor(Quantizer):
     default_version: ClassVar[str | None] = "0.14.0.1"
     help_args: ClassVar[tuple[str, ...]] = ("--help",)
     schemes: ClassVar[tuple[str, ...]] = ("w8a8-int8", "w4a16-gptq", "w4a16-awq", "fp8-dynamic")
-    calibrated: ClassVar[frozenset[str]] = frozenset({"w8a8-int8", "w4a16-gptq", "w4a16-awq"})
     format: ClassVar[Format] = "safetensors"
     tools: ClassVar[tuple[str, ...]] = ("llmcompressor",)
 

@@ -182,8 +182,12 @@ async def run_step(step: Step, *, log: Path) -> str | None:
 
 
 def _fill(text: str, home: Path) -> str:
-    jobs = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return text.replace("{home}", str(home)).replace("{python}", sys.executable).replace("{jobs}", str(jobs))
+    return text.replace("{home}", str(home)).replace("{python}", sys.executable).replace("{jobs}", str(cores()))
+
+
+def cores() -> int:
+    """Return how many cores we may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _beside(home: Path, suffix: str) -> Path:

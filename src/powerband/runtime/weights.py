@@ -65,8 +65,11 @@ def _from_hub(source: str) -> str:
     return answer.text
 
 
-def digest(path: Path) -> str:
-    """Return the SHA-256 over a model's weights, and over the files that say how to read them."""
+def digest(source: str) -> str:
+    """Return the SHA-256 over a model's weights and the files that say how to read them; of a hub id its name."""
+    path = Path(source).expanduser()
+    if not path.exists():
+        return source
     files = (
         sorted(one for one in path.iterdir() if one.suffix in (".safetensors", ".json")) if path.is_dir() else [path]
     )
