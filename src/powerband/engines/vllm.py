@@ -139,7 +139,7 @@ class Vllm(Engine[VllmConfig]):
     config_type = VllmConfig
 
     def knobs_for(self, choice: Choice) -> dict[str, Any]:
-        """Say only what differs from vLLM's own defaults; on a CPU also how large the KV cache is."""
+        """Say only what differs from vLLM's own defaults; on a CPU also the KV cache's size and every core."""
         wanted: dict[str, Any] = {
             "max_model_len": choice.context,
             "max_num_seqs": choice.sequences,
@@ -153,7 +153,8 @@ class Vllm(Engine[VllmConfig]):
             ngram = {"method": "ngram", "num_speculative_tokens": choice.drafted, "prompt_lookup_max": 4}
             wanted["speculative_config"] = ngram
         wanted |= {"kv_cache_dtype": choice.kv_format} if choice.kv_format != "auto" else {}
-        wanted |= {"kv_cache_memory_bytes": choice.kv_bytes} if choice.on_cpu else {}
+        if choice.on_cpu:
+            wanted |= {"kv_cache_memory_bytes": choice.kv_bytes, "VLLM_CPU_NUM_OF_RESERVED_CPU": 0}
         return wanted
 
     def choice_of(self, deployment: Deployment[VllmConfig], *, model: Model, host: Host) -> Choice:
