@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from powerband import catalog, quantizers
 from powerband.core.model import Model
@@ -22,7 +23,8 @@ from powerband.store import documents
 
 DOCUMENT = "variant.yaml"
 _SAMPLES = 256
-_SCRATCH = ("base.gguf", "importance.gguf", "samples.jsonl", "samples.txt")
+ALIKE = 0.85  # below it, calibration text is not like what will be served
+_SCRATCH = ("samples.jsonl", "samples.txt")
 
 
 @dataclass(frozen=True)
@@ -64,25 +66,29 @@ async def quantize(order: Order, *, progress: Progress = lambda *_: None) -> Mad
     tools, versions = await _tools(quantizer, model, progress)
     texts, calibration = _calibration(order, model)
     origin = weights.digest(model.source)
-    key = json.dumps([origin, order.scheme, calibration.digest, sorted(versions.items())])
-    name = f"{model.name}-{order.scheme}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+    basis = [origin, calibration.digest, sorted(versions.items())]
+    name = f"{model.name}-{order.scheme}-{_short([order.scheme, *basis])}"
     folder = environment.cache_root() / "variants" / name
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = folder.with_name(name + ".lock")
-    async with environment.locked(lock, waiting=lambda: progress("wait for another process that makes it", 0, 1)):
+    shared = folder.with_name(f"{model.name}-base-{_short(basis)}")  # the converted model, and its weighed weights
+    shared.mkdir(parents=True, exist_ok=True)
+    async with environment.locked(
+        shared / "lock", waiting=lambda: progress("wait for another process that makes one", 0, 1)
+    ):
         if (folder / DOCUMENT).is_file():
-            return Made(folder, read(folder), made_now=False)
+            return Made(folder, documents.of(Lineage, folder / DOCUMENT), made_now=False)
         began, partial = time.monotonic(), folder.with_name(name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        job = _job(order, model, partial, texts)
-        steps = quantizer.steps(job, tools)
+        job = _job(order, model, partial, shared, texts)
+        steps = [step for step in quantizer.steps(job, tools) if not (step.makes and Path(step.makes).is_file())]
         log = folder.with_name(name + ".log")
         log.unlink(missing_ok=True)
         for number, step in enumerate(steps):
             progress(step.title, number, len(steps))
             if last := await environment.run_step(step, log=log):
                 raise QuantizeFailed(f"'{step.title}' failed: {last}", hint=f"read {log}")
+            if step.makes:
+                Path(quantizers.partial(step.makes)).rename(step.makes)
         for scratch in _SCRATCH:
             (partial / scratch).unlink(missing_ok=True)
         made = (partial / quantizer.file(job)).resolve()
@@ -104,13 +110,6 @@ async def quantize(order: Order, *, progress: Progress = lambda *_: None) -> Mad
     return Made(folder, lineage, made_now=True)
 
 
-def read(folder: Path) -> Lineage:
-    """Read what lies beside a variant."""
-    document = documents.read(folder / DOCUMENT)
-    assert isinstance(document, Lineage)
-    return document
-
-
 async def _tools(quantizer: Quantizer, model: Model, progress: Progress) -> tuple[dict[str, str], dict[str, str]]:
     """Return the paths and the versions of what the job needs; the quantizer's own tool is installed on demand."""
     paths: dict[str, str] = {}
@@ -119,21 +118,22 @@ async def _tools(quantizer: Quantizer, model: Model, progress: Progress) -> tupl
         if name in quantizers.names():
             if name != quantizer.name and model.format == quantizer.format:
                 continue  # nothing to convert
-            tool = quantizers.get(name)
-            found = next(environment.managed(name), None)
+            able = (name,) if name == quantizer.name else (name, "vllm")  # to convert, torch and transformers will do
+            found = next((one for maker in able for one in environment.managed(maker)), None)
             if found is None:
+                tool = quantizers.get(name)
                 found, _ = await environment.install(tool, host=devices.this_host(), progress=progress)  # type: ignore[arg-type]
         else:
             found = environment.find(name)
         paths |= found.tools
-        versions[name] = found.version
+        versions[found.engine] = found.version
     return paths, versions
 
 
 def _calibration(order: Order, model: Model) -> tuple[list[str], Calibration]:
     """Return the texts to calibrate with: the workload's own requests, else a mixture of the catalogue's."""
     if order.workload is None:
-        texts, name, natural = catalog.mixed_texts()[: order.samples], "catalogue", True
+        texts, name, natural = catalog.calibration_texts()[: order.samples], "catalogue", True
     else:
         vocabulary = tokens.vocabulary(model.source)
         traffic = prompts.prepare(order.workload, order.samples, vocabulary=vocabulary, base=order.base)
@@ -143,9 +143,36 @@ def _calibration(order: Order, model: Model) -> tuple[list[str], Calibration]:
     return texts, Calibration(workload=name, samples=len(texts), digest=whole, natural=natural)
 
 
-def _job(order: Order, model: Model, folder: Path, texts: list[str]) -> Job:
+def likeness(order: Order, served: Order) -> float:
+    """Return how much of the served text is in words that the calibration text has, over what its own half has."""
+    model = weights.inspect(order.source)
+    known, _ = _calibration(order, model)
+    ours, _ = _calibration(served, model)
+    first, second = ours[::2], ours[1::2]
+    return min(1.0, _known(second, known) / max(_known(second, first), 1e-9))
+
+
+def _known(texts: list[str], by: list[str]) -> float:
+    """Return the share of words that occur in other texts."""
+    vocabulary, words = set(" ".join(by).casefold().split()), " ".join(texts).casefold().split()
+    return sum(word in vocabulary for word in words) / max(1, len(words))
+
+
+def _short(parts: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]
+
+
+def _job(order: Order, model: Model, folder: Path, shared: Path, texts: list[str]) -> Job:
     lines, plain = folder / "samples.jsonl", folder / "samples.txt"
     lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     plain.write_text("\n\n".join(texts))
     jobs = environment.cores()
-    return Job(model=model, scheme=order.scheme, folder=str(folder), samples=str(lines), plain=str(plain), jobs=jobs)
+    return Job(
+        model=model,
+        scheme=order.scheme,
+        folder=str(folder),
+        shared=str(shared),
+        samples=str(lines),
+        plain=str(plain),
+        jobs=jobs,
+    )

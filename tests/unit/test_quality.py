@@ -2,9 +2,11 @@
 
 import math
 import random
+from pathlib import Path
 
 import pytest
 
+from powerband import catalog
 from powerband.core.quality import Bound, QualityFloor
 from powerband.core.scoring import Spot
 from powerband.core.statistics import Interval
@@ -12,7 +14,8 @@ from powerband.engines.llamacpp import ENGINE as LLAMACPP
 from powerband.engines.vllm import ENGINE as VLLM
 from powerband.errors import DocumentError, InputError
 from powerband.evaluate import judge
-from powerband.evaluators import fidelity, tasks
+from powerband.evaluate.exams import spread
+from powerband.evaluators import fidelity, lm_eval, marks, recall, tasks
 from powerband.evaluators.fidelity import Compared
 from powerband.store import documents
 
@@ -47,21 +50,36 @@ def test_an_answer_is_spoiled_where_the_choice_was_clear() -> None:
 
 def test_intervals_of_a_mean_cover_it_as_often_as_they_say() -> None:
     rng, covered = random.Random(7), 0
-    for number in range(200):
+    for _ in range(200):
         texts = [Compared("x", 16, 16 * rng.expovariate(20), 15, 0.0) for _ in range(60)]
-        found = fidelity.interval(texts, fidelity.FIGURES["kl_mean"], seed=number)
+        found = fidelity.interval(texts, "kl_mean")
         covered += found.low <= 0.05 <= found.high
     assert 0.89 <= covered / 200 <= 0.99
 
 
 def test_recovery_is_paired() -> None:
     rng = random.Random(3)
-    reference = [rng.random() < 0.7 for _ in range(300)]
+    reference = [float(rng.random() < 0.7) for _ in range(300)]
     same = tasks.recovery(reference, reference)
-    assert same == Interval(1.0, 1.0, 1.0)
-    worse = [one and rng.random() < 0.8 for one in reference]
+    assert same.value == 1.0 and 0.97 < same.low < 1 < same.high < 1.03
+    worse = [float(one and rng.random() < 0.8) for one in reference]
     found = tasks.recovery(reference, worse)
     assert found.low < 0.8 < found.high and found.high < 0.9
+    shares = [one * 0.5 + 0.25 for one in reference]  # a task may score parts
+    assert tasks.recovery(shares, [0.9 * one for one in shares]).value == pytest.approx(0.9)
+
+
+def test_what_never_differed_is_not_sure_to_be_the_same() -> None:
+    few, many = [1.0] * 20, [1.0] * 400
+    assert tasks.recovery(few, few).low < 0.95 < tasks.recovery(many, many).low
+    texts = [Compared("x", 16, 0.0, 16, 0.0)] * 12
+    assert fidelity.interval(texts, "top1_agreement").low < 0.99
+
+
+def test_our_own_task_can_be_answered() -> None:
+    questions = recall.questions(40)
+    assert questions == recall.questions(40) and len({one.prompt for one in questions}) == 40
+    assert all(tasks.right(one, f"It is so: {one.answer}.") and one.answer in one.prompt for one in questions)
 
 
 def test_checks() -> None:
@@ -79,6 +97,43 @@ def test_a_bound_wants_the_whole_interval() -> None:
     assert bound.judge(Interval(0.07, 0.06, 0.08)) == "fail"
     assert bound.judge(Interval(0.045, 0.03, 0.06)) == "undecided"
     assert bound.samples_to_decide(Interval(0.04, 0.02, 0.06), 100) in (400, 401)
+
+
+def test_rows_come_from_all_over_the_data() -> None:
+    chosen = spread(range(1000), 80)
+    assert len(set(chosen)) == 80
+    assert max(chosen[:10]) > 800 and min(chosen[:10]) < 200
+
+
+def test_marks_of_the_harness() -> None:
+    asked = {"answer": "so 2 + 2 = 4\n#### 1,004"}
+    assert marks.number(asked, ["it is 1004.\nQuestion: 5"]) == {"score": 1.0}
+    assert marks.letter({"answer": 1}, [" B."]) == {"score": 1.0} and marks.letter({"answer": 1}, ["no"]) == {
+        "score": 0.0
+    }
+    wanted = {"instruction_id_list": ["punctuation:no_comma", "detectable_format:title"], "kwargs": [{}, {}]}
+    assert marks.followed(wanted, ["<<A title>>, and more"]) == {"score": 0.5}
+    code = {"prompt": "def one():\n", "test": "def check(f):\n    assert f() == 1", "entry_point": "one"}
+    assert marks.passes(code, ["    return 1\nprint(1)"]) == {"score": 1.0}
+    assert marks.passes(code, ["    return 2"]) == {"score": 0.0}
+    assert marks.bytes_per_bit({"page": "abcd"}, [(-4 * math.log(2),)]) == {"score": pytest.approx(1.0)}
+
+
+def test_the_harness_is_told_where_to_ask(tmp_path: Path) -> None:
+    data = tmp_path / "test.jsonl"
+    data.write_text('{"question": "?", "answer": "#### 4"}\n' * 30)
+    lm_eval.write(tmp_path / "task", catalog.text("task", "gsm8k"), data)
+    assert str(data) in (tmp_path / "task" / "task.yaml").read_text()
+    step = lm_eval.command("py", "gsm8k", folder=tmp_path, url="http://127.0.0.1:1", model="m", tokenizer="t",
+                           samples=[3, 1], at_once=2)  # fmt: skip
+    assert "base_url=http://127.0.0.1:1/v1/completions" in step.argv[step.argv.index("--model_args") + 1]
+    said = tmp_path / "said" / "m"
+    said.mkdir(parents=True)
+    (said / "samples_powerband_gsm8k_2026.jsonl").write_text('{"doc_id": 1, "score": 0}\n{"doc_id": 3, "score": 1}\n')
+    assert lm_eval.scores(tmp_path, [3, 1]) == [1.0, 0.0]
+    for task, words in (("wikitext", "does not tell"), ("humaneval", "runs code")):
+        with pytest.raises(InputError, match=words):
+            lm_eval.check(task, tells_prompts=False, run_code=False)
 
 
 def floor(text: str) -> QualityFloor:

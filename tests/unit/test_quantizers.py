@@ -17,7 +17,9 @@ def model(**changes: object) -> Model:
 
 
 def titles(scheme: str, **changes: object) -> list[str]:
-    job = Job(model=model(**changes), scheme=scheme, folder="out", samples="s.jsonl", plain="s.txt", jobs=2)
+    job = Job(
+        model=model(**changes), scheme=scheme, folder="out", shared="base", samples="s.jsonl", plain="s.txt", jobs=2
+    )
     return [step.title for step in quantizers.that_makes(scheme).steps(job, TOOLS)]
 
 
@@ -29,9 +31,9 @@ def test_a_gguf_is_converted_weighed_and_quantized() -> None:
 
 
 def test_the_file_is_named_for_model_and_scheme() -> None:
-    job = Job(model=model(), scheme="q4_k_m", folder="out", jobs=2)
+    job = Job(model=model(), scheme="q4_k_m", folder="out", shared="base", jobs=2)
     last = quantizers.that_makes("q4_k_m").steps(job, TOOLS)[-1]
-    assert last.argv == ("quantize", "out/base.gguf", "out/tiny.Q4_K_M.gguf", "Q4_K_M", "2")
+    assert last.argv == ("quantize", "base/base.gguf", "out/tiny.Q4_K_M.gguf", "Q4_K_M", "2")
 
 
 def test_groups_divide_the_rows_or_it_is_refused() -> None:
@@ -57,7 +59,8 @@ def test_every_scheme_that_can_be_made_is_in_the_catalogue() -> None:
     assert set(quantizers.schemes()) <= set(catalog.names("scheme"))
 
 
-def test_the_catalogues_texts_take_turns() -> None:
-    mixed = catalog.mixed_texts()
-    assert len(mixed) == sum(len(catalog.texts(kind)) for kind in catalog.CLASSES)
-    assert mixed[1].startswith(catalog.texts("code")[0]["text"][:40])
+def test_the_catalogues_texts_take_turns_and_what_calibrates_does_not_judge() -> None:
+    mixed = catalog.calibration_texts()
+    assert len(mixed) >= 128 and "def " in mixed[1]
+    judging = {"\n".join(one.get("turns") or [one["text"]]) for kind in catalog.CLASSES for one in catalog.texts(kind)}
+    assert not judging & set(mixed)

@@ -19,8 +19,10 @@ _FOLDERS = {
     "model": "models",
     "rest": "rests",
     "quality": "floors",
+    "task": "tasks",
 }
 CLASSES = ("chat", "code", "maths", "prose")  # of text
+JUDGING = 40  # samples of each class that judge
 
 
 @cache
@@ -54,13 +56,17 @@ def words(content: str) -> tuple[str, ...]:
 
 
 @cache
-def texts(content: str) -> tuple[dict[str, Any], ...]:
-    """Return the samples of one class of text: chat, code, maths or prose; chats have turns, the others a text."""
+def _texts(content: str) -> tuple[dict[str, Any], ...]:
     lines = (resources.files(__name__) / "texts" / f"{content}.jsonl").read_text("utf-8").splitlines()
     return tuple(json.loads(line) for line in lines)
 
 
-def mixed_texts() -> list[str]:
-    """Return all samples as plain text, the classes taking turns."""
-    rows = itertools.zip_longest(*(texts(content) for content in CLASSES))
+def texts(content: str) -> tuple[dict[str, Any], ...]:
+    """Return the samples of a class of text that judge: chats have turns, code, maths and prose a text."""
+    return _texts(content)[:JUDGING]
+
+
+def calibration_texts() -> list[str]:
+    """Return other samples as plain text, the classes taking turns: what calibrated does not judge."""
+    rows = itertools.zip_longest(*(_texts(content)[JUDGING:] for content in CLASSES))
     return ["\n".join(one.get("turns") or [one["text"]]) for row in rows for one in row if one]

@@ -10,8 +10,11 @@ from powerband.cli import given
 from powerband.cli.output import Json, emit, out, talk
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from powerband.core.quality import QualityFloor
-    from powerband.evaluators.tasks import Question
+    from powerband.evaluate.exams import Exam
+    from powerband.launchers.local import Prepared
 
 
 def evaluate(
@@ -21,10 +24,17 @@ def evaluate(
     floor: Annotated[str, typer.Option(help="A quality.yaml, or strict, balanced or lenient.")] = "balanced",
     task: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=FILE", help="Questions with answers, as JSONL; may stand again."),
+        typer.Option(
+            metavar="NAME=FILE",
+            help="Questions as JSONL, or the data of gsm8k, mmlu, ifeval, humaneval or wikitext; may stand again.",
+        ),
     ] = None,
+    questions: Annotated[int, typer.Option(min=20, help="How many of each task at most.")] = 320,
+    whole: Annotated[bool, typer.Option("--whole", help="Ask everything, however clear the verdict is.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Ask anew what was judged before.")] = False,
+    run_code: Annotated[bool, typer.Option("--run-code", help="Let humaneval run what the model writes.")] = False,
     workload: Annotated[str | None, typer.Option(help="Also judge on the requests of this workload.")] = None,
-    samples: Annotated[int, typer.Option(min=4, max=48, help="Texts of each class, and twice as many as chats.")] = 24,
+    samples: Annotated[int, typer.Option(min=8, max=40, help="Texts of each class, and chats of each kind.")] = 24,
     engine: Annotated[str | None, typer.Option(help="The candidate's engine; guessed from the model.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="A knob of the candidate; may stand again.")
@@ -51,9 +61,9 @@ def evaluate(
         deployment = given.deployment(what, engine=name, settings=settings, host=None, port=None)
         prepared.append(local.prepare(deployment))
     wanted = _floor(floor)
-    questions = dict(_task(text) for text in task or [])
+    exams = _exams(task or [], wanted, prepared, most=questions, run_code=run_code)
     own = _requests(workload, prepared[0].deployment.variant.source) if workload else []
-    order = stage.Order(floor=wanted, probes=probes(own, samples=samples), tasks=questions)
+    order = stage.Order(floor=wanted, probes=probes(own, samples=samples), tasks=exams, whole=whole, again=again)
     folder = given.folder(output) if output else runs.new_run(f"evaluate-{prepared[1].deployment.served_name}")
     console = talk()
 
@@ -86,18 +96,52 @@ def _floor(text: str) -> QualityFloor:
     return found
 
 
-def _task(text: str) -> tuple[str, tuple[Question, ...]]:
-    """Read NAME=FILE."""
+def _exams(
+    given_tasks: list[str], floor: QualityFloor, prepared: list[Prepared], *, most: int, run_code: bool
+) -> dict[str, Exam]:
+    """Read every NAME=FILE; a floor may ask for our own task without one."""
     from pathlib import Path
 
+    from powerband import catalog
     from powerband.errors import InputError
-    from powerband.evaluators import tasks
+    from powerband.evaluate.exams import Quiz
+    from powerband.evaluators import recall, tasks
 
-    name, _, file = text.rpartition("=")
-    path = Path(file)
-    if not path.is_file():
-        raise InputError(f"there is no task file {file}", hint="write --task NAME=FILE")
-    return name or path.stem, tasks.read(path.read_text(), source=file)
+    found: dict[str, Exam] = {}
+    for text in given_tasks:
+        name, _, file = text.rpartition("=")
+        path = Path(file).expanduser()
+        if not path.is_file():
+            raise InputError(f"there is no task file {file}", hint="write --task NAME=FILE")
+        if name in catalog.names("task"):
+            found[name] = _harness(name, path, prepared, most=most, run_code=run_code)
+        else:
+            found[name or path.stem] = Quiz(tasks.read(path.read_text(), source=file)[:most])
+    for name in floor.tasks:
+        if name == "recall":
+            found.setdefault(name, Quiz(recall.questions(most)))
+        elif name not in found:
+            raise InputError(f"the floor asks for the task '{name}'", hint=f"give --task {name}=FILE")
+    return found
+
+
+def _harness(name: str, path: Path, prepared: list[Prepared], *, most: int, run_code: bool) -> Exam:
+    """Return a task of lm-eval, which is installed on demand."""
+    import asyncio
+
+    from powerband.evaluate.exams import Harness, spread
+    from powerband.evaluators import lm_eval
+    from powerband.runtime import devices, environment
+
+    for one in prepared:
+        lm_eval.check(name, tells_prompts=one.engine.tells_prompts, run_code=run_code)
+
+    def progress(title: str, number: int, total: int) -> None:
+        talk().print(f"[dim]lm-eval: {number + 1}/{total}  {title}[/]")
+
+    installed, _ = asyncio.run(environment.install(lm_eval.TOOL, host=devices.this_host(), progress=progress))
+    rows = spread(lm_eval.rows(name, path), most)
+    return Harness(name, path, installed.tools["python"], prepared[0].deployment.variant.source, tuple(rows))
 
 
 def _requests(workload: str, source: str) -> list[str]:

@@ -21,6 +21,12 @@ def quantize(
         ),
     ] = None,
     samples: Annotated[int, typer.Option(min=16, max=4096, help="How many requests of it.")] = 256,
+    served: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WORKLOAD", help="What will be served, where that is not what calibrates: are they alike?"
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Make variants of a model in other number formats, once, with their lineage beside them."""
@@ -31,14 +37,20 @@ def quantize(
     from powerband.core.units import about_bytes
 
     workload = given.traffic(calibrate, rate=None, users=None) if calibrate else None
+    base = given.base(calibrate) if calibrate else None
     found, console = [], talk()
+    if served:
+        other = stage.Order(model, "", workload=given.traffic(served, rate=None, users=None), base=given.base(served))
+        likeness = stage.likeness(stage.Order(model, "", workload=workload, base=base, samples=samples), other)
+        if likeness < stage.ALIKE:
+            console.print(warning(f"the calibration text knows {likeness:.0%} of the words that it should know",
+                                  "calibrate with what will be served"))  # fmt: skip
     for name in scheme:
         began = time.monotonic()
 
         def progress(title: str, number: int, total: int, *, began: float = began, name: str = name) -> None:
             console.print(f"[dim]{time.monotonic() - began:6.1f} s[/]  {name}: {number + 1}/{total}  {title}")
 
-        base = given.base(calibrate) if calibrate else None
         order = stage.Order(model, name, workload=workload, base=base, samples=samples)
         made = asyncio.run(stage.quantize(order, progress=progress))
         found.append(made)

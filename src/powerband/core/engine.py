@@ -50,6 +50,7 @@ class Step(Value):
     title: str
     argv: tuple[str, ...]
     env: dict[str, str] = Field(default_factory=dict)
+    makes: str = Field(default="", description="a file that is kept; where it is there, the step is not needed")
 
 
 class InstallPlan(Value):

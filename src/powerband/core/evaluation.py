@@ -41,6 +41,9 @@ class Evaluation(Document):
     candidate: str
     floor: QualityFloor
     figures: tuple[Figure, ...]
+    level: float = Field(
+        default=0.95, description="of the intervals; above 0.95 because the verdict is looked at often"
+    )
     verdict: Judgement
     reason: str
     worst: tuple[Pair, ...] = ()

@@ -47,6 +47,7 @@ class Engine(ABC, Generic[C]):
     help_args: ClassVar[tuple[str, ...]] = ("--help",)
     help_is_quick: ClassVar[bool] = True  # False: it takes seconds, so only an installation of ours is asked
     keeps_connections: ClassVar[bool] = True  # False: it does badly with a connection that is used again
+    tells_prompts: ClassVar[bool] = False  # True: its OpenAI endpoint tells how likely a given text is
     counts_at_end: ClassVar[bool] = False  # True: a token enters its counter when its answer ends
     gauge_pages: ClassVar[tuple[str, ...]] = ("/metrics",)
     scheduling: ClassVar[Scheduling | None] = None  # None: nothing that a planner could choose

@@ -127,6 +127,7 @@ class Vllm(Engine[VllmConfig]):
     default_version: ClassVar[str | None] = "0.32.0"
     help_args: ClassVar[tuple[str, ...]] = ("--help=all",)
     help_is_quick: ClassVar[bool] = False
+    tells_prompts: ClassVar[bool] = True
     scheduling: ClassVar[Scheduling | None] = Scheduling(
         memory_share=0.92,
         kv_formats={"auto": 2.0, "fp8": 1.0},

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 from powerband.core.evaluation import Evaluation, Figure, Pair
 from powerband.core.quality import FIDELITY, QualityFloor
 from powerband.core.scoring import Answer
-from powerband.core.statistics import wilson
+from powerband.core.statistics import wilson, z_of
 from powerband.errors import InputError
 from powerband.evaluate import judge
 from powerband.evaluate.asking import Asker
-from powerband.evaluate.notes import Notes, answers, ask_reference
+from powerband.evaluate.exams import Exam
+from powerband.evaluate.notes import Notes, ask_reference
 from powerband.evaluate.probes import MOST, Answered, Probes, Read, places
 from powerband.evaluators import fidelity, tasks
 from powerband.evaluators.fidelity import Compared
-from powerband.evaluators.tasks import Question
 from powerband.launchers import local
 from powerband.launchers.local import Prepared
 from powerband.runtime import weights
-from powerband.store import runs
+from powerband.store import documents, runs
 
 TOP = 20  # likeliest tokens that are compared; what vLLM tells without being asked for more
-_TEXTS, _CHATS, _QUESTIONS = 24, 9, 20  # of one batch, after which the verdict is looked at
-_PEEK = 0.99  # the level of intervals while it may still go on: looking often finds what is not there
+LOOKS = (0.125, 0.25, 0.5, 1.0)  # shares of everything that is asked, after which the verdict is looked at
+QUESTIONS = 320  # of each task, unless told otherwise
+LEVEL = 1 - 0.05 / len(LOOKS)  # of intervals, so that all looks together err as seldom as one of 95 %
 _WORST = 12
 Progress = Callable[[str], None]
 
@@ -37,7 +42,9 @@ class Order:
 
     floor: QualityFloor
     probes: Probes
-    tasks: Mapping[str, tuple[Question, ...]] = field(default_factory=dict)
+    tasks: Mapping[str, Exam] = field(default_factory=dict)
+    whole: bool = False  # ask everything, however clear it is
+    again: bool = False  # even if the same was judged before
 
 
 @dataclass
@@ -46,7 +53,7 @@ class Seen:
 
     texts: list[Compared] = field(default_factory=list)
     spoiled: dict[str, list[bool]] = field(default_factory=dict)
-    right: dict[str, list[bool]] = field(default_factory=dict)
+    scores: dict[str, list[float]] = field(default_factory=dict)
     pairs: list[Pair] = field(default_factory=list)
 
 
@@ -54,8 +61,13 @@ async def evaluate(
     reference: Prepared, candidate: Prepared, order: Order, *, progress: Progress = lambda _: None
 ) -> Evaluation:
     """Ask the reference, or remember what it said; ask the candidate until the verdict is clear."""
+    asked, judged = _asked(reference, order), [_served(candidate), order.floor.to_data(), order.whole]
+    kept = _place("evaluations", [asked, judged])
+    if kept.is_file() and not order.again:
+        progress("the same was judged before")
+        return documents.of(Evaluation, kept)
     engine_s: dict[str, float] = {}
-    notes = await _notes(reference, order, engine_s, progress)
+    notes = await _notes(reference, order, _place("references", [asked]), engine_s, progress)
     seen, stopped = Seen(), False
     progress("start the candidate")
     async with local.launch(candidate) as replica:
@@ -63,23 +75,23 @@ async def evaluate(
         began = time.monotonic()
         async with Asker(replica, await replica.model_name(), at_once=at_once) as asker:
             await _same_tokens(asker, notes)
-            for batch in _batches(notes, context):
+            for batch in _batches(notes, order, context):
                 await batch.ask(asker, seen)
-                found = _figures(order, notes, seen, level=_PEEK)
-                verdict, reason = judge.verdict(order.floor, found)
+                figures = _figures(order, notes, seen)
+                verdict, reason = judge.verdict(order.floor, figures)
                 progress(f"{len(seen.texts)} texts, {sum(map(len, seen.spoiled.values()))} answers: {verdict}")
-                if verdict == "fail" or (verdict == "pass" and all(seen.spoiled.get(kind) for kind in notes.kinds)):
+                clear = verdict == "fail" or (verdict == "pass" and seen.spoiled.keys() >= notes.kinds)
+                if clear and not order.whole:
                     stopped = not batch.last
                     break
         engine_s["candidate"] = round(time.monotonic() - began, 1)
-    figures = _figures(order, notes, seen, level=_PEEK if stopped else 0.95)
-    verdict, reason = judge.verdict(order.floor, figures)
-    return Evaluation(
+    found = Evaluation(
         name=candidate.deployment.served_name,
         reference=reference.deployment.served_name,
         candidate=candidate.deployment.served_name,
         floor=order.floor,
         figures=tuple(figures),
+        level=LEVEL,
         verdict=verdict,
         reason=reason,
         worst=tuple(seen.pairs[:_WORST]),
@@ -92,19 +104,36 @@ async def evaluate(
             "engines": {one.engine.name: one.installation.version for one in (reference, candidate)},
         },
     )
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text(found.to_json())
+    return found
 
 
-async def _notes(reference: Prepared, order: Order, engine_s: dict[str, float], progress: Progress) -> Notes:
-    """Return what the reference said of these probes; it is asked once."""
-    told = {
-        "deployment": reference.deployment.to_data(),
-        "weights": weights.digest(reference.deployment.variant.source),
-        "version": reference.installation.version,
-        "probes": order.probes.digest,
-        "tasks": {name: [list(one) for one in questions] for name, questions in order.tasks.items()},
-        "top": TOP,
+def _served(prepared: Prepared) -> dict[str, Any]:
+    """Return what tells this deployment from others."""
+    return {
+        "deployment": prepared.deployment.to_data(),
+        "weights": weights.digest(prepared.deployment.variant.source),
+        "version": prepared.installation.version,
     }
-    path = Notes.place(runs.state_root() / "references", json.dumps(told, sort_keys=True, default=str))
+
+
+def _asked(reference: Prepared, order: Order) -> dict[str, Any]:
+    """Return what tells the questions, and who answered them first, from others."""
+    tasks = {name: exam.digest for name, exam in order.tasks.items()}
+    return {**_served(reference), "probes": order.probes.digest, "tasks": tasks, "top": TOP}
+
+
+def _place(folder: str, told: list[Any]) -> Path:
+    """Return where the answer to the same lies, if it was asked before."""
+    key = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return runs.state_root() / folder / f"{key}.json"
+
+
+async def _notes(
+    reference: Prepared, order: Order, path: Path, engine_s: dict[str, float], progress: Progress
+) -> Notes:
+    """Return what the reference said of these probes; it is asked once."""
     if path.is_file():
         return Notes.read(path)
     progress("start the reference")
@@ -145,7 +174,7 @@ class Batch:
 
     reads: Sequence[Read]
     chats: Sequence[Answered]
-    questions: Mapping[str, Sequence[tuple[Question, bool]]]
+    tasks: Mapping[str, tuple[Exam, int, int]]  # and which of its questions
     last: bool
 
     async def ask(self, asker: Asker, seen: Seen) -> None:
@@ -158,11 +187,8 @@ class Batch:
         replies = await asker.hold_all(engine.answer(model, prompt, most=MOST, top=1) for prompt in prompts)
         for chat, answer in zip(self.chats, replies, strict=True):
             self._note(chat, answer, seen)
-        for name, questions in self.questions.items():
-            said = await answers(asker, [question for question, _ in questions])
-            seen.right.setdefault(name, []).extend(
-                tasks.right(question, one) for (question, _), one in zip(questions, said, strict=True)
-            )
+        for name, (exam, begin, end) in self.tasks.items():
+            seen.scores.setdefault(name, []).extend(await exam.sit(asker, begin, end))
 
     def _note(self, chat: Answered, answer: Answer, seen: Seen) -> None:
         spoiled = fidelity.spoiled(chat.answer.tokens, chat.answer.places, answer.tokens)
@@ -174,37 +200,38 @@ class Batch:
             )
 
 
-def _batches(notes: Notes, context: int) -> Iterator[Batch]:
+def _batches(notes: Notes, order: Order, context: int) -> Iterator[Batch]:
     """Yield what the reference was asked, some of everything at a time, as far as the candidate has room for it."""
     chats = [one for one in notes.answered if one.room < context]
-    pairs = {name: list(zip(*told, strict=True)) for name, told in notes.tasks.items()}
-    sizes = [(len(notes.reads), _TEXTS), (len(chats), _CHATS), *((len(one), _QUESTIONS) for one in pairs.values())]
-    rounds = max(-(-count // size) for count, size in sizes)
-    for turn in range(rounds):
+    for before, share in pairwise((0.0, *LOOKS)):
+
+        def cut(count: int, before: float = before, share: float = share) -> slice:
+            return slice(round(before * count), round(share * count))
+
+        parts = {name: (exam, cut(exam.size)) for name, exam in order.tasks.items()}
         yield Batch(
-            notes.reads[turn * _TEXTS : (turn + 1) * _TEXTS],
-            chats[turn * _CHATS : (turn + 1) * _CHATS],
-            {name: one[turn * _QUESTIONS : (turn + 1) * _QUESTIONS] for name, one in pairs.items()},
-            last=turn == rounds - 1,
+            notes.reads[cut(len(notes.reads))],
+            chats[cut(len(chats))],
+            {name: (exam, part.start, part.stop) for name, (exam, part) in parts.items()},
+            last=share == LOOKS[-1],
         )
 
 
-def _figures(order: Order, notes: Notes, seen: Seen, *, level: float) -> list[Figure]:
+def _figures(order: Order, notes: Notes, seen: Seen) -> list[Figure]:
     """Return every figure, of all texts and of each class; the floor bounds those of all texts."""
     bounds, found = order.floor.fidelity, []
-    for name, what in fidelity.FIGURES.items():
+    for name in fidelity.FIGURES:
         for kind in ("", *sorted({one.kind for one in seen.texts})):
             texts = [one for one in seen.texts if kind in ("", one.kind)]
             if texts:
-                interval = fidelity.interval(texts, what, level=level)
+                interval = fidelity.interval(texts, name, level=LEVEL)
                 found.append(judge.figure(name, kind, interval, len(texts), None if kind else bounds.get(name)))
     for kind, told in seen.spoiled.items():
         name = f"spoiled_{kind}"
         assert name in FIDELITY
-        found.append(judge.figure(name, "", wilson(sum(told), len(told)), len(told), bounds.get(name)))
-    for name, right in seen.right.items():
-        reference = notes.tasks[name][1][: len(right)]
+        found.append(judge.figure(name, "", wilson(sum(told), len(told), z=z_of(LEVEL)), len(told), bounds.get(name)))
+    for name, scores in seen.scores.items():
         floor = order.floor.tasks.get(name)
-        interval = tasks.recovery(reference, right, level=level)
-        found.append(judge.figure(f"{name} recovery", "", interval, len(right), floor.recovery if floor else None))
+        interval = tasks.recovery(notes.tasks[name][: len(scores)], scores, level=LEVEL)
+        found.append(judge.figure(f"{name} recovery", "", interval, len(scores), floor.recovery if floor else None))
     return found

@@ -22,7 +22,7 @@ class Asker:
 
     def __init__(self, replica: Replica, model: str, *, at_once: int) -> None:
         self.engine: Engine[Any] = replica.engine
-        self.model, self.at_once = model, at_once
+        self.url, self.model, self.at_once = replica.url, model, at_once
         limits = httpx.Limits(max_keepalive_connections=at_once if replica.engine.keeps_connections else 0)
         self._http = httpx.AsyncClient(
             base_url=replica.url, headers=replica.request_headers, timeout=_PATIENCE_S, limits=limits

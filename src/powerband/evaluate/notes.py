@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +10,8 @@ from typing import Any
 
 from powerband.core.scoring import Answer, Spot
 from powerband.evaluate.asking import Asker
+from powerband.evaluate.exams import Exam
 from powerband.evaluate.probes import LONGEST, MOST, Answered, Chat, Probes, Read, places
-from powerband.evaluators import tasks
-from powerband.evaluators.tasks import Question
 
 _SAMPLES = 4
 
@@ -25,17 +23,12 @@ class Notes:
     samples: tuple[tuple[str, tuple[int, ...]], ...]  # some texts and their tokens
     reads: tuple[Read, ...]
     answered: tuple[Answered, ...]
-    tasks: dict[str, tuple[tuple[Question, ...], tuple[bool, ...]]]  # questions, and whether it was right
+    tasks: dict[str, tuple[float, ...]]  # each question's score
 
     @property
     def kinds(self) -> set[str]:
         """Return the kinds of chats."""
         return {one.kind for one in self.answered}
-
-    @staticmethod
-    def place(folder: Path, told: str) -> Path:
-        """Return where the notes of such a reference lie."""
-        return folder / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}.json"
 
     def write(self, path: Path) -> None:
         """Keep them; a half-written file is never read."""
@@ -61,10 +54,7 @@ class Notes:
                 Answered(kind, tuple(messages), Answer(tuple(tokens), _spots(spots), text), room)
                 for kind, messages, (tokens, spots, text), room in data["answered"]
             ),
-            tasks={
-                name: (tuple(Question(*one) for one in questions), tuple(right))
-                for name, (questions, right) in data["tasks"].items()
-            },
+            tasks={name: tuple(scores) for name, scores in data["tasks"].items()},
         )
 
 
@@ -72,9 +62,7 @@ def _spots(data: Sequence[Any]) -> tuple[Spot, ...]:
     return tuple(Spot(logprob, tuple((token, value) for token, value in top)) for logprob, top in data)
 
 
-async def ask_reference(
-    asker: Asker, probes: Probes, questions: Mapping[str, tuple[Question, ...]], *, top: int, context: int
-) -> Notes:
+async def ask_reference(asker: Asker, probes: Probes, exams: Mapping[str, Exam], *, top: int, context: int) -> Notes:
     """Ask all of it."""
     engine, model = asker.engine, asker.model
     tokens = await asker.hold_all(engine.tokenize(model, one.text) for one in probes.texts)
@@ -82,21 +70,9 @@ async def ask_reference(
     spots = await asker.hold_all(engine.score(model, one, places(one), top=top) for one in cut)
     reads = tuple(Read(text.kind, one, tuple(found)) for text, one, found in zip(probes.texts, cut, spots, strict=True))
     answered = await _converse(asker, probes.chats, top=top, context=context)
-    right = {}
-    for name, asked in questions.items():
-        said = await answers(asker, asked)
-        right[name] = (asked, tuple(tasks.right(one, answer) for one, answer in zip(asked, said, strict=True)))
+    scores = {name: tuple(await exam.sit(asker, 0, exam.size)) for name, exam in exams.items()}
     samples = tuple((text.text, tuple(one)) for text, one in zip(probes.texts[:_SAMPLES], tokens, strict=False))
-    return Notes(samples, reads, answered, right)
-
-
-async def answers(asker: Asker, questions: Sequence[Question]) -> list[str]:
-    """Return what is said to questions, each a chat of its own."""
-    engine, model = asker.engine, asker.model
-    chats = [[{"role": "user", "content": one.prompt}] for one in questions]
-    prompts = await asker.hold_all(engine.render(model, chat) for chat in chats)
-    talks = [engine.answer(model, prompt, most=one.most, top=1) for prompt, one in zip(prompts, questions, strict=True)]
-    return [one.text for one in await asker.hold_all(talks)]
+    return Notes(samples, reads, answered, scores)
 
 
 async def _converse(asker: Asker, chats: Sequence[Chat], *, top: int, context: int) -> tuple[Answered, ...]:

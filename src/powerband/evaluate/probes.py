@@ -18,7 +18,7 @@ _SKIPPED = 16  # tokens at its beginning, where anything may follow
 LONGEST = 320  # tokens of a text that are read
 MOST = 32  # tokens of an answer
 SAMPLES = 24  # texts of each class
-_LONG_CHARACTERS = 3500
+_LONG_CHARACTERS = 2800
 _TASK = "\n\nSay in one sentence what the text above is about."
 
 
@@ -53,16 +53,16 @@ class Probes:
 
 
 def probes(own: Sequence[str] = (), *, samples: int = SAMPLES) -> Probes:
-    """Return texts of every class, half as many chats of every kind, and a workload's own requests as a class."""
+    """Return texts of every class, as many chats of every kind, and a workload's own requests as a class."""
     by_class = {kind: [Text(kind, _whole(one)) for one in catalog.texts(kind)][:samples] for kind in catalog.CLASSES}
     if own:
         by_class["workload"] = [Text("workload", text) for text in own][:samples]
-    spoken, few = catalog.texts("chat"), max(1, samples // 2)
-    single = [Chat("single", tuple(one["turns"][:1])) for one in spoken[:few]]
-    multi = [Chat("multi", tuple(one["turns"][:2])) for one in spoken[::-1][:few]]
+    spoken = catalog.texts("chat")
+    single = [Chat("single", tuple(one["turns"][:1])) for one in spoken[:samples]]
+    multi = [Chat("multi", tuple(one["turns"][:2])) for one in spoken[::-1][:samples]]
     passages = [one["text"] for one in catalog.texts("prose")]
     long = []
-    for number in range(min(few, len(passages))):
+    for number in range(min(samples, len(passages))):
         whole = "\n\n".join(passages[number:] + passages[:number])[:_LONG_CHARACTERS]
         long.append(Chat("long", (whole + _TASK,)))
     return Probes(tuple(_turns(*by_class.values())), tuple(_turns(single, multi, long)))

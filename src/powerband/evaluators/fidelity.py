@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from powerband.core.scoring import Spot
-from powerband.core.statistics import Interval, quantile
+from powerband.core.statistics import UNBOUND, Interval, student, wilson, z_of
 
-_DRAWS = 1000
 _CLEAR = math.log(2)  # a token that the reference finds half as likely as its own choice is a clear choice missed
 
 
@@ -65,28 +63,31 @@ def spoiled(answer: Sequence[int], places: Sequence[Spot], other: Sequence[int])
     return False
 
 
-Figure = Callable[[Sequence[Compared]], float]
+FIGURES = ("kl_mean", "top1_agreement", "perplexity_ratio")
 
 
-def _per_place(what: Callable[[Compared], float]) -> Figure:
-    def figure(texts: Sequence[Compared]) -> float:
-        return math.fsum(map(what, texts)) / max(1, sum(one.places for one in texts))
-
-    return figure
-
-
-FIGURES: Mapping[str, Figure] = {
-    "kl_mean": _per_place(lambda one: one.kl),
-    "top1_agreement": _per_place(lambda one: one.same),
-    "perplexity_ratio": lambda texts: math.exp(_per_place(lambda one: one.lost)(texts)),
-}
-
-
-def interval(texts: Sequence[Compared], figure: Figure, *, level: float = 0.95, seed: int = 0) -> Interval:
-    """Return a figure with its interval: whole texts are drawn again, for places of one text are alike."""
-    rng, value = random.Random(seed), figure(texts)
+def interval(texts: Sequence[Compared], figure: str, *, level: float = 0.95) -> Interval:
+    """Return a figure with its interval; texts are what is drawn, for the places of one text are alike."""
+    values = {
+        "kl_mean": [one.kl for one in texts],
+        "top1_agreement": [float(one.same) for one in texts],
+        "perplexity_ratio": [one.lost for one in texts],
+    }[figure]
+    places = sum(one.places for one in texts)
+    mean = math.fsum(values) / places
     if len(texts) < 2:
-        return Interval(value, -math.inf, math.inf)
-    draws = sorted(figure(rng.choices(texts, k=len(texts))) for _ in range(_DRAWS))
-    tail = (1 - level) / 2
-    return Interval(value, min(value, quantile(draws, tail)), max(value, quantile(draws, 1 - tail)))
+        return Interval(mean, -UNBOUND, UNBOUND)
+    off = math.fsum((value - mean * one.places) ** 2 for value, one in zip(values, texts, strict=True))
+    spread = math.sqrt(off * len(texts) / (len(texts) - 1)) / places
+    t = student(len(texts) - 1, z_of(level))
+    if figure == "perplexity_ratio":
+        return Interval(math.exp(mean), math.exp(mean - t * spread), math.exp(mean + t * spread))
+    if figure == "kl_mean":  # never below nothing, and with a long tail: even in its logarithm
+        return (
+            Interval(mean, *(mean * math.exp(sign * t * spread / mean) for sign in (-1, 1)))
+            if mean
+            else Interval(0.0, 0.0, 0.0)
+        )
+    alike = spread**2 / (mean * (1 - mean) / places) if 0 < mean < 1 else 1.0
+    worth = places / max(1.0, alike)  # independent places
+    return wilson(mean * worth, worth, z=t)

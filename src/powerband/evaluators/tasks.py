@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import random
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from powerband.core.statistics import Interval, quantile
+from powerband.core.statistics import UNBOUND, Interval, paired_ratio, student, z_of
 from powerband.errors import InputError
 
 Check = Literal["contains", "exact", "number", "regex"]
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-_DRAWS = 2000
 
 
 class Question(NamedTuple):
@@ -60,18 +59,16 @@ def right(question: Question, said: str) -> bool:
     return wanted.casefold() in said.casefold()
 
 
-def recovery(reference: Sequence[bool], candidate: Sequence[bool], *, level: float = 0.95, seed: int = 0) -> Interval:
-    """Return the candidate's score over the reference's, with an interval from drawing the same questions for both."""
+def recovery(reference: Sequence[float], candidate: Sequence[float], *, level: float = 0.95) -> Interval:
+    """Return the candidate's score over the reference's, with an interval that knows they had the same questions."""
     pairs = list(zip(reference, candidate, strict=True))
-    value = _ratio(pairs)
-    rng = random.Random(seed)
-    draws = sorted(_ratio(rng.choices(pairs, k=len(pairs))) for _ in range(_DRAWS)) if pairs else [0.0]
-    tail = (1 - level) / 2
-    return Interval(value, quantile(draws, tail), quantile(draws, 1 - tail))
-
-
-def _ratio(pairs: Iterable[tuple[bool, bool]]) -> float:
-    ours, theirs = 0, 0
-    for one, other in pairs:
-        ours, theirs = ours + one, theirs + other
-    return theirs / ours if ours else 0.0
+    if all(one in (0.0, 1.0) for pair in pairs for one in pair):
+        both, first, second = (pairs.count(pair) for pair in ((1.0, 1.0), (1.0, 0.0), (0.0, 1.0)))
+        return paired_ratio(both, first, second, level=level)
+    ours, theirs = math.fsum(reference), math.fsum(candidate)
+    if ours <= 0 or len(pairs) < 2:
+        return Interval(0.0, 0.0, UNBOUND)
+    ratio, count = theirs / ours, len(pairs)
+    spread = math.sqrt(math.fsum((b - ratio * a) ** 2 for a, b in pairs) * count / (count - 1)) / ours
+    reach = student(count - 1, z_of(level)) * spread
+    return Interval(ratio, ratio - reach, ratio + reach)

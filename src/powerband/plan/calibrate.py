@@ -93,7 +93,7 @@ def fit(
         source=source,
     )
     ratios = [one.seconds / _played(one, StepTimes(steps, device, found)) for one in crowds]
-    return found.model_copy(update={"traffic": round(plain.mean(ratios), 3)}) if ratios else found
+    return found.model_copy(update={"traffic": round(plain.median(ratios), 3)}) if ratios else found
 
 
 def _played(crowd: Crowd, times: StepTimes) -> float:

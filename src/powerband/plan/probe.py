@@ -17,7 +17,7 @@ from powerband.load.wire import Target
 from powerband.runtime.replica import Replica
 
 _ROUNDS = 5  # a machine is not the same from one minute to the next
-_MOST_S = 300.0
+_MOST_S = 420.0
 _LEAST = 6
 
 
@@ -36,11 +36,11 @@ PROBES = (
     Probe(2, 32, 32), Probe(3, 32, 32), Probe(4, 32, 32), Probe(6, 32, 32), Probe(8, 32, 32), Probe(16, 32, 32),
     Probe(2, 384, 24), Probe(4, 128, 24), Probe(8, 128, 24),
 )  # fmt: skip
-# Then unlike requests one after another, as traffic is: what a burst shows is not quite what traffic gets.
+# And unlike requests one after another, as traffic is: what a burst shows is not quite what traffic gets.
 TRAFFIC = {"prompt": {"shape": "lognormal", "median": 80, "p95": 300, "max": 480},
            "output": {"shape": "lognormal", "median": 24, "p95": 64, "max": 96}}  # fmt: skip
-TRAFFIC_USERS = (3, 6)
-_TURNS = 12  # requests of each user
+TRAFFIC_USERS = (2, 4, 8)
+_TURNS = 6  # requests of each user, in each round
 LONGEST = max(one.prompt + one.output for one in PROBES) + 512  # with room for a chat template
 MOST_USERS = max(one.users for one in PROBES)
 
@@ -67,12 +67,13 @@ class Crowd:
 async def probe(
     replica: Replica, choice: Choice, *, say: Callable[[int, Seen], None] = lambda *_: None, most_s: float = _MOST_S
 ) -> tuple[list[Seen], list[Crowd]]:
-    """Run the probes that the deployment has room for, round after round; then some traffic."""
+    """Run the probes that the deployment has room for, and some traffic, round after round."""
     headers = tuple(replica.request_headers.items())
     target = Target(replica.url, await replica.model_name(), headers, keep_alive=replica.engine.keeps_connections)
     vocabulary = tokens.vocabulary(choice.source)
     fitting = [one for one in PROBES if one.prompt + one.output < choice.context and one.users <= choice.sequences]
     found: list[Seen] = []
+    crowds: list[Crowd] = []
     began = time.monotonic()
     await asyncio.to_thread(
         _burst, target, vocabulary, fitting[0], seed=1
@@ -85,20 +86,18 @@ async def probe(
             if seen := _read(one, records):
                 found.append(seen)
                 say(turn + 1, seen)
+        for users in TRAFFIC_USERS:
+            if users <= choice.sequences and time.monotonic() - began < most_s:
+                crowds.append(await asyncio.to_thread(_crowd, target, vocabulary, users, seed=77 * turn + users))
     if len(found) < _LEAST:
         raise InvalidMeasurement(
             "too few probes were answered", hint="is the machine busy? give the model more context"
         )
-    crowds = [
-        await asyncio.to_thread(_crowd, target, vocabulary, users)
-        for users in TRAFFIC_USERS
-        if users <= choice.sequences
-    ]
     return found, crowds
 
 
-def _crowd(target: Target, vocabulary: tokens.Vocabulary, users: int) -> Crowd:
-    closed = {"arrivals": {"process": "closed", "users": users}, "seed": 77 + users}
+def _crowd(target: Target, vocabulary: tokens.Vocabulary, users: int, *, seed: int) -> Crowd:
+    closed = {"arrivals": {"process": "closed", "users": users}, "seed": seed}
     traffic = prompts.prepare(Workload.model_validate(closed | TRAFFIC), users * _TURNS, vocabulary=vocabulary)
     records = generator.drive(target, traffic).records
     seconds = (max(records["end"]) - min(records["due"])) / 1e9

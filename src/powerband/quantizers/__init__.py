@@ -7,8 +7,9 @@ import pkgutil
 from functools import cache
 
 from powerband.errors import InputError, did_you_mean
-from powerband.quantizers.base import Quantizer
+from powerband.quantizers.base import Quantizer, partial
 
+__all__ = ["Quantizer", "get", "names", "partial", "schemes", "that_makes"]
 _MACHINERY = frozenset({"base", "compress_job"})
 
 

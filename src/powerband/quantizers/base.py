@@ -17,6 +17,7 @@ class Job(Value):
     model: Model
     scheme: str
     folder: str  # where the variant is written
+    shared: str  # where files lie that other schemes need too
     samples: str | None = None  # a file with a calibration text on each line, as JSON
     plain: str | None = None  # the same as plain text
     jobs: int = 1
@@ -41,3 +42,9 @@ class Quantizer(ABC):
     @abstractmethod
     def steps(self, job: Job, tools: Mapping[str, str]) -> tuple[Step, ...]:
         """Return the commands, in order; `tools` are the paths that the installations tell."""
+
+
+def partial(path: str) -> str:
+    """Return where a step writes the file that it makes, until it is whole."""
+    folder, _, name = path.rpartition("/")
+    return f"{folder}/partial-{name}"

@@ -8,9 +8,8 @@ from typing import ClassVar
 from powerband.core.engine import Step
 from powerband.core.model import Format, Model
 from powerband.errors import InputError
-from powerband.quantizers.base import Job, Quantizer
+from powerband.quantizers.base import Job, Quantizer, partial
 
-_BASE, _MATRIX = "base.gguf", "importance.gguf"
 _CHUNKS, _CHUNK = 64, 512  # of calibration text, and the tokens of each
 
 
@@ -40,25 +39,30 @@ class Gguf(Quantizer):
         """Convert unless it is a GGUF; weigh where there is text; quantize."""
         target, source, found = f"{job.folder}/{self.file(job)}", job.model.source, []
         if job.model.format != "gguf":
-            converters = tools["converters"]
-            wanted = target if job.scheme == "f16" else f"{job.folder}/{_BASE}"
-            convert = (tools["python"], f"{converters}/convert_hf_to_gguf.py", source)
-            argv = (*convert, "--outfile", wanted, "--outtype", "f16" if job.scheme == "f16" else "bf16")
-            env = {"PYTHONPATH": f"{converters}/gguf-py:{converters}", "HF_HUB_OFFLINE": "1"}
-            found.append(Step(title="convert to GGUF", argv=argv, env=env))
-            source = wanted
+            base = "" if job.scheme == "f16" else f"{job.shared}/base.gguf"
+            found.append(_convert(job, tools, base or target, kept=base))
+            source = base
         if job.scheme == "f16" and job.model.format != "gguf":
             return tuple(found)
         matrix: tuple[str, ...] = ()
         if job.plain and job.scheme not in ("f16", "q8_0"):
-            path = f"{job.folder}/{_MATRIX}"
-            weigh = [tools["llama-imatrix"], "--model", source, "--file", job.plain, "--output-file", path]
-            weigh += ["--ctx-size", str(_CHUNK), "--chunks", str(_CHUNKS), "--threads", str(job.jobs)]
-            found.append(Step(title="weigh each weight by the calibration text", argv=tuple(weigh)))
+            path = f"{job.shared}/importance.gguf"
+            weigh = (tools["llama-imatrix"], "--model", source, "--file", job.plain, "--output-file", partial(path),
+                     "--ctx-size", str(_CHUNK), "--chunks", str(_CHUNKS), "--threads", str(job.jobs))  # fmt: skip
+            found.append(Step(title="weigh each weight by the calibration text", argv=weigh, makes=path))
             matrix = ("--imatrix", path)
         quantize = (tools["llama-quantize"], *matrix, source, target, job.scheme.upper(), str(job.jobs))
         found.append(Step(title=f"quantize to {job.scheme}", argv=quantize))
         return tuple(found)
+
+
+def _convert(job: Job, tools: Mapping[str, str], target: str, *, kept: str) -> Step:
+    """Return the command that makes a GGUF of 16-bit numbers."""
+    converters = tools["converters"]
+    convert = (tools["python"], f"{converters}/convert_hf_to_gguf.py", job.model.source)
+    argv = (*convert, "--outfile", partial(kept) if kept else target, "--outtype", "bf16" if kept else "f16")
+    env = {"PYTHONPATH": f"{converters}/gguf-py:{converters}", "HF_HUB_OFFLINE": "1"}
+    return Step(title="convert to GGUF", argv=argv, env=env, makes=kept)
 
 
 QUANTIZER = Gguf()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from powerband import catalog, engines
 from powerband.core.deployment import Deployment
 from powerband.core.document import HEADER, Document, read_header
 from powerband.errors import DocumentError, InputError, did_you_mean
 
+D = TypeVar("D", bound=Document)
 # Where each kind is defined; a command loads only those that it reads.
 _PLAIN = {
     "coefficients": ("coefficients", "Coefficients"),
@@ -44,6 +45,14 @@ def read(path: str | Path) -> Document:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read: {error}", hint="a document is a text file") from None
     return parse(text, source=str(path))
+
+
+def of(kind: type[D], path: str | Path) -> D:
+    """Read a document that must be of one kind."""
+    document = read(path)
+    if not isinstance(document, kind):
+        raise InputError(f"{path} is a {document.kind}, not a {kind.kind}", hint=f"give a {kind.kind}")
+    return document
 
 
 def find(kind: str, given: str) -> Document:

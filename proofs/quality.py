@@ -1,0 +1,88 @@
+"""What the proofs of the quality gate share: SmolLM2's variants, and a running engine to ask."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from prelude import ROOT, powerband, say
+
+from powerband import quantize
+from powerband.cli import given
+from powerband.evaluate.asking import Asker
+from powerband.launchers import local
+from support import models
+
+DATA = Path(os.environ.get("POWERBAND_DATA") or ROOT.parent / "shared" / "data")
+GGUF = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "iq4_nl", "q3_k_m", "q2_k")
+
+
+def made(*schemes: str, source: Path | None = None) -> dict[str, quantize.Made]:
+    """Make variants of SmolLM2, or find them made."""
+    whole = source or models.make_all().safetensors
+    return {
+        scheme: asyncio.run(
+            quantize.quantize(
+                quantize.Order(str(whole), scheme),
+                progress=lambda title, number, total, scheme=scheme: print(f"{scheme}: {number + 1}/{total} {title}"),
+            )
+        )
+        for scheme in schemes
+    }
+
+
+def variants(*schemes: str) -> dict[str, Path]:
+    """Return where they lie."""
+    return {scheme: one.path for scheme, one in made(*schemes).items()}
+
+
+@contextlib.asynccontextmanager
+async def asked(source: str, *settings: str) -> AsyncIterator[Asker]:
+    """Start a deployment, and be ready to ask it."""
+    prepared = local.prepare(given.deployment(source, engine=None, settings=list(settings), host=None, port=None))
+    async with (
+        local.launch(prepared) as replica,
+        Asker(replica, await replica.model_name(), at_once=2) as asker,
+    ):
+        yield asker
+
+
+def deployment(folder: Path, name: str, source: Path | str, engine: str, knobs: dict[str, Any]) -> Path:
+    """Write a deployment file."""
+    file = folder / f"{name}.yaml"
+    lines = [f"powerband: deployment/1\nname: {name}\nengine: {engine}\nvariant: {{source: {source}}}\nconfig:"]
+    file.write_text("\n".join([*lines, *(f"  {knob}: {json.dumps(value)}" for knob, value in knobs.items())]) + "\n")
+    return file
+
+
+def judged(candidate: Path, reference: Path, folder: Path, *args: str) -> dict[str, Any]:
+    """Run `evaluate`, and return what it found."""
+    output = folder / f"judged-{candidate.stem}"
+    done, _ = powerband(
+        "evaluate", str(candidate), "--reference", str(reference), "--output", str(output), *args, timeout=1800
+    )
+    file = output / "evaluation.json"
+    if not file.exists():
+        say(f"{candidate.stem}: no verdict (exit {done.returncode}): {done.stderr.strip()[-300:]}")
+        return {"verdict": "none", "figures": [], "engine_s": {}, "reason": ""}
+    return dict(json.loads(file.read_text())) | {"exit": done.returncode}
+
+
+def figure(found: dict[str, Any], name: str) -> dict[str, float]:
+    """Return one figure of all texts: its value and interval."""
+    return next((dict(one["found"]) for one in found["figures"] if one["name"] == name and not one.get("kind")), {})
+
+
+def ranged(one: dict[str, float], digits: int = 3) -> str:
+    """Write a figure with its interval."""
+    return f"{one['value']:.{digits}f} [{one['low']:.{digits}f}, {one['high']:.{digits}f}]" if one else "none"
+
+
+def schemes_in(args: Sequence[str], every: Sequence[str]) -> list[str]:
+    """Return the schemes that a quick look names, or every one."""
+    return [one for one in args if one in every] or list(every)
