@@ -19,7 +19,7 @@ from powerband.launchers import local
 from support import models
 
 DATA = Path(os.environ.get("POWERBAND_DATA") or ROOT.parent / "shared" / "data")
-GGUF = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "iq4_nl", "q3_k_m", "q2_k")
+GGUF = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "q3_k_m", "q2_k")
 
 
 def made(*schemes: str, source: Path | None = None) -> dict[str, quantize.Made]:

@@ -29,7 +29,7 @@ def evaluate(
             help="Questions as JSONL, or the data of gsm8k, mmlu, ifeval, humaneval or wikitext; may stand again.",
         ),
     ] = None,
-    questions: Annotated[int, typer.Option(min=20, help="How many of each task at most.")] = 320,
+    questions: Annotated[int, typer.Option(min=20, help="How many of each task at most.")] = 200,
     whole: Annotated[bool, typer.Option("--whole", help="Ask everything, however clear the verdict is.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Ask anew what was judged before.")] = False,
     run_code: Annotated[bool, typer.Option("--run-code", help="Let humaneval run what the model writes.")] = False,

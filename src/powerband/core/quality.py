@@ -15,9 +15,10 @@ FIDELITY = {
     "kl_mean": "mean KL divergence of the next token, in nats, over the likeliest tokens and the rest: a lower bound",
     "top1_agreement": "share of places where the likeliest next token is the same",
     "perplexity_ratio": "perplexity on the same text, over the reference's",
-    "spoiled_single": "share of first answers that leave the reference's way where it saw a clear choice",
-    "spoiled_multi": "the same for second turns",
-    "spoiled_long": "the same behind a long context",
+    "spoiled": "share of answers that leave the reference's way where it saw a clear choice",
+    "spoiled_single": "of first answers alone",
+    "spoiled_multi": "of second turns",
+    "spoiled_long": "of answers behind a long context",
 }
 
 

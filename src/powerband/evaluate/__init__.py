@@ -30,7 +30,7 @@ from powerband.store import documents, runs
 
 TOP = 20  # likeliest tokens that are compared; what vLLM tells without being asked for more
 LOOKS = (0.125, 0.25, 0.5, 1.0)  # shares of everything that is asked, after which the verdict is looked at
-QUESTIONS = 320  # of each task, unless told otherwise
+QUESTIONS = 200  # of each task, unless told otherwise
 LEVEL = 1 - 0.05 / len(LOOKS)  # of intervals, so that all looks together err as seldom as one of 95 %
 _WORST = 12
 Progress = Callable[[str], None]
@@ -226,8 +226,8 @@ def _figures(order: Order, notes: Notes, seen: Seen) -> list[Figure]:
             if texts:
                 interval = fidelity.interval(texts, name, level=LEVEL)
                 found.append(judge.figure(name, kind, interval, len(texts), None if kind else bounds.get(name)))
-    for kind, told in seen.spoiled.items():
-        name = f"spoiled_{kind}"
+    every = [one for told in seen.spoiled.values() for one in told]
+    for name, told in {"spoiled": every} | {f"spoiled_{kind}": told for kind, told in seen.spoiled.items()}.items():
         assert name in FIDELITY
         found.append(judge.figure(name, "", wilson(sum(told), len(told), z=z_of(LEVEL)), len(told), bounds.get(name)))
     for name, scores in seen.scores.items():

@@ -18,7 +18,7 @@ _SKIPPED = 16  # tokens at its beginning, where anything may follow
 LONGEST = 320  # tokens of a text that are read
 MOST = 32  # tokens of an answer
 SAMPLES = 24  # texts of each class
-_LONG_CHARACTERS = 2800
+_LONG_CHARACTERS = 2200
 _TASK = "\n\nSay in one sentence what the text above is about."
 
 

@@ -64,9 +64,10 @@ class LlmCompressor(Quantizer):
         return "."
 
     def steps(self, job: Job, tools: Mapping[str, str]) -> tuple[Step, ...]:
-        """One script in the tool's own interpreter."""
+        """One script in the tool's own interpreter, apart (-I): in its folder is a file of the tool's name."""
         size = group_size(job.model) if job.scheme.startswith("w4a16") else None
-        argv = (tools["python"], str(_JOB), job.model.source, job.folder, job.scheme, job.samples or "", str(size or 0))
+        script = (tools["python"], "-I", str(_JOB))
+        argv = (*script, job.model.source, job.folder, job.scheme, job.samples or "", str(size or 0))
         env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(job.jobs)}
         return (Step(title=f"quantize to {job.scheme}", argv=argv, env=env),)
 

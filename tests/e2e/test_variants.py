@@ -1,0 +1,58 @@
+"""Variants made of a real model, served by a real engine and judged against the original."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support import models
+
+pytestmark = pytest.mark.llamacpp
+KNOBS = "{parallel: 4, ctx_size: 8192, cache_ram: 0}"
+FLOOR = """powerband: quality/1
+name: quick
+fidelity: {kl_mean: "<= 0.05", top1_agreement: ">= 0.85"}
+tasks: {recall: {recovery: ">= 0.6"}}
+"""
+
+
+def powerband(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "powerband", *args], capture_output=True, text=True, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make three variants, and a deployment of each."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "floor.yaml").write_text(FLOOR)
+    source = models.make_all().safetensors
+    schemes = ("f16", "q8_0", "q2_k")
+    done = powerband("quantize", str(source), *(word for one in schemes for word in ("--scheme", one)), "--json")
+    assert done.returncode == 0, done.stderr
+    for one in json.loads(done.stdout):
+        assert one["bytes"] > 50e6 and one["tools"]["llamacpp"] and one["calibration"]["samples"] >= 128
+        text = f"powerband: deployment/1\nengine: llamacpp\nvariant: {{source: {one['path']}}}\nconfig: {KNOBS}\n"
+        (folder / f"{one['scheme']}.yaml").write_text(text)
+    return folder
+
+
+def judged(folder: Path, scheme: str) -> tuple[int, dict[str, object]]:
+    output = folder / f"judged-{scheme}"
+    done = powerband("evaluate", f"{folder / scheme}.yaml", "--reference", f"{folder / 'f16'}.yaml", "--again",
+                     "--floor", str(folder / "floor.yaml"), "--samples", "8", "--questions", "40",
+                     "--output", str(output))  # fmt: skip
+    assert (output / "evaluation.html").is_file(), done.stderr
+    return done.returncode, json.loads((output / "evaluation.json").read_text())
+
+
+def test_eight_bits_pass(made: Path) -> None:
+    code, found = judged(made, "q8_0")
+    assert (code, found["verdict"]) == (0, "pass"), found["reason"]
+
+
+def test_two_bits_fail_and_the_exit_code_says_so(made: Path) -> None:
+    code, found = judged(made, "q2_k")
+    assert (code, found["verdict"]) == (4, "fail"), found["reason"]
+    assert found["stopped_early"]
