@@ -226,8 +226,8 @@ def _figures(order: Order, notes: Notes, seen: Seen) -> list[Figure]:
             if texts:
                 interval = fidelity.interval(texts, name, level=LEVEL)
                 found.append(judge.figure(name, kind, interval, len(texts), None if kind else bounds.get(name)))
-    every = [one for told in seen.spoiled.values() for one in told]
-    for name, told in {"spoiled": every} | {f"spoiled_{kind}": told for kind, told in seen.spoiled.items()}.items():
+    parts = {f"spoiled_{kind}": told for kind, told in seen.spoiled.items()}
+    for name, told in {"spoiled": [one for told in parts.values() for one in told], **parts}.items():
         assert name in FIDELITY
         found.append(judge.figure(name, "", wilson(sum(told), len(told), z=z_of(LEVEL)), len(told), bounds.get(name)))
     for name, scores in seen.scores.items():
