@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from powerband.evaluators.fidelity import Compared
 from powerband.launchers import local
 from powerband.launchers.local import Prepared
 from powerband.runtime import weights
+from powerband.runtime.replica import Replica
 from powerband.store import documents, runs
 
 TOP = 20  # likeliest tokens that are compared; what vLLM tells without being asked for more
@@ -58,9 +60,14 @@ class Seen:
 
 
 async def evaluate(
-    reference: Prepared, candidate: Prepared, order: Order, *, progress: Progress = lambda _: None
+    reference: Prepared,
+    candidate: Prepared,
+    order: Order,
+    *,
+    running: Replica | None = None,
+    progress: Progress = lambda _: None,
 ) -> Evaluation:
-    """Ask the reference, or remember what it said; ask the candidate until the verdict is clear."""
+    """Ask the reference, or remember what it said; ask the candidate, started unless it runs, until it is clear."""
     asked, judged = _asked(reference, order), [_served(candidate), order.floor.to_data(), order.whole]
     kept = _place("evaluations", [asked, judged])
     if kept.is_file() and not order.again:
@@ -69,8 +76,8 @@ async def evaluate(
     engine_s: dict[str, float] = {}
     notes = await _notes(reference, order, _place("references", [asked]), engine_s, progress)
     seen, stopped = Seen(), False
-    progress("start the candidate")
-    async with local.launch(candidate) as replica:
+    progress("ask the candidate")
+    async with contextlib.nullcontext(running) if running else local.launch(candidate) as replica:
         at_once, context = _room(candidate)
         began = time.monotonic()
         async with Asker(replica, await replica.model_name(), at_once=at_once) as asker:
@@ -227,7 +234,7 @@ def _figures(order: Order, notes: Notes, seen: Seen) -> list[Figure]:
                 interval = fidelity.interval(texts, name, level=LEVEL)
                 found.append(judge.figure(name, kind, interval, len(texts), None if kind else bounds.get(name)))
     parts = {f"spoiled_{kind}": told for kind, told in seen.spoiled.items()}
-    for name, told in {"spoiled": [one for told in parts.values() for one in told], **parts}.items():
+    for name, told in {"spoiled": list(chain(*parts.values())), **parts}.items():
         assert name in FIDELITY
         found.append(judge.figure(name, "", wilson(sum(told), len(told), z=z_of(LEVEL)), len(told), bounds.get(name)))
     for name, scores in seen.scores.items():
