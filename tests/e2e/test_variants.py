@@ -1,12 +1,17 @@
 """Variants made of a real model, served by a real engine and judged against the original."""
 
 import json
+import random
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from powerband.runtime import environment
 from support import models
 
 pytestmark = pytest.mark.llamacpp
@@ -45,6 +50,25 @@ def judged(folder: Path, scheme: str) -> tuple[int, dict[str, object]]:
                      "--output", str(output))  # fmt: skip
     assert (output / "evaluation.html").is_file(), done.stderr
     return done.returncode, json.loads((output / "evaluation.json").read_text())
+
+
+def test_a_killed_job_leaves_no_variant_and_no_process() -> None:
+    """Killed while the tool writes; the folder of variants then holds nothing that looks like one."""
+    home = environment.cache_root() / "variants"
+    before = set(home.glob("*"))
+    argv = [sys.executable, "-m", "powerband", "quantize", str(models.make_all().safetensors), "--scheme", "q4_0"]
+    words = ["--samples", str(random.randint(20, 120))]  # so that nobody has made it
+    job = subprocess.Popen([*argv, *words], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while not [one for one in set(home.glob("*.partial")) - before]:
+        assert job.poll() is None
+        time.sleep(0.05)
+    children = psutil.Process(job.pid).children(recursive=True)
+    job.kill()
+    job.wait()
+    assert not psutil.wait_procs(children, timeout=10)[1]
+    for one in set(home.glob("*")) - before:
+        assert one.suffix == ".partial" or not (one / "variant.yaml").exists()
+        shutil.rmtree(one) if one.is_dir() else one.unlink()
 
 
 def test_eight_bits_pass(made: Path) -> None:
