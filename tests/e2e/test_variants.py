@@ -59,7 +59,7 @@ def test_a_killed_job_leaves_no_variant_and_no_process() -> None:
     argv = [sys.executable, "-m", "powerband", "quantize", str(models.make_all().safetensors), "--scheme", "q4_0"]
     words = ["--samples", str(random.randint(20, 120))]  # so that nobody has made it
     job = subprocess.Popen([*argv, *words], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    while not [one for one in set(home.glob("*.partial")) - before]:
+    while not set(home.glob("*.partial")) - before:
         assert job.poll() is None
         time.sleep(0.05)
     children = psutil.Process(job.pid).children(recursive=True)

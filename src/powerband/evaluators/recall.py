@@ -15,18 +15,21 @@ _THINGS = (
     "basket", "candle", "helmet", "mirror", "pencil", "rocket", "saddle", "teapot", "violin", "wallet", "anchor",
     "button",
 )  # fmt: skip
+_ASKED = (
+    ("{name} has {count} {thing}s. How many {thing}s does {name} have?", "{count}"),
+    ("Repeat this sentence word for word: {name} has {count} {thing}s.", "{name} has {count} {thing}s."),
+    (
+        "Repeat this sentence word for word: {name} put the {thing} on the table.",
+        "{name} put the {thing} on the table.",
+    ),
+)
 
 
 def questions(count: int) -> tuple[Question, ...]:
-    """Return the task, the same at every call: sentences to repeat, and things to tell again, in turns."""
+    """Return the task, the same at every call; its kinds take turns."""
     rng, found = random.Random(20), []
     for number in range(count):
-        (name, other), (thing, another) = rng.sample(_NAMES, 2), rng.sample(_THINGS, 2)
-        if number % 2:
-            lines = [f"{name} has a {thing}.", f"{other} has a {another}."]
-            rng.shuffle(lines)
-            found.append(Question("\n".join(lines) + f"\n\nWhat does {name} have?", f"{name} has a {thing}", most=16))
-        else:
-            sentence = f"{name} has {rng.randrange(2, 99)} {thing}s."
-            found.append(Question(f"Repeat this sentence word for word: {sentence}", sentence, most=16))
+        told = {"name": rng.choice(_NAMES), "thing": rng.choice(_THINGS), "count": rng.randrange(11, 99)}
+        prompt, answer = _ASKED[number % len(_ASKED)]
+        found.append(Question(prompt.format(**told), answer.format(**told), most=16))
     return tuple(found)
