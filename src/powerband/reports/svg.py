@@ -26,6 +26,7 @@ class Chart:
     log_y: bool = False
     x_text: Callable[[float], str] = lambda value: f"{value:g}"
     y_text: Callable[[float], str] = lambda value: f"{value:g}"
+    x_names: Sequence[str] = ()  # of 0, 1, 2, ... where the x axis has names and not numbers
     marks: list[str] = field(default_factory=list)
     legend: list[tuple[str, str]] = field(default_factory=list)
 
@@ -89,11 +90,11 @@ class Chart:
                 f'<line class="grid" x1="{_LEFT}" x2="{self.width - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
                 f'<text class="tick" x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{self.y_text(value)}</text>'
             )
-        for value in ticks(*self.x, log=self.log_x):
+        named = [(float(number), escape(name)) for number, name in enumerate(self.x_names)]
+        for value, text in named or [(one, self.x_text(one)) for one in ticks(*self.x, log=self.log_x)]:
             at = self._x(value)
             parts.append(
-                f'<text class="tick" x="{at:.1f}" y="{self.height - _BOTTOM + 16}" text-anchor="middle">'
-                f"{self.x_text(value)}</text>"
+                f'<text class="tick" x="{at:.1f}" y="{self.height - _BOTTOM + 16}" text-anchor="middle">{text}</text>'
             )
         bottom = self.height - _BOTTOM
         parts.append(f'<line class="axis" x1="{_LEFT}" x2="{self.width - _RIGHT}" y1="{bottom}" y2="{bottom}"/>')
