@@ -97,6 +97,7 @@ def test_a_bound_wants_the_whole_interval() -> None:
     assert bound.judge(Interval(0.07, 0.06, 0.08)) == "fail"
     assert bound.judge(Interval(0.045, 0.03, 0.06)) == "undecided"
     assert bound.samples_to_decide(Interval(0.04, 0.02, 0.06), 100) in (400, 401)
+    assert bound.samples_to_decide(tasks.recovery([0.0] * 9, [0.0] * 9), 9) is None  # the reference never scored
 
 
 def test_rows_come_from_all_over_the_data() -> None:

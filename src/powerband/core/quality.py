@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -11,6 +12,7 @@ from powerband.core.document import Document, Value
 from powerband.core.statistics import Interval
 
 _BOUND = re.compile(r"^(<=|>=)\s*([0-9.eE+-]+)$")
+_MOST = 10**6  # samples that anybody would ask for
 FIDELITY = {
     "kl_mean": "mean KL divergence of the next token, in nats, over the likeliest tokens and the rest: a lower bound",
     "top1_agreement": "share of places where the likeliest next token is the same",
@@ -38,10 +40,11 @@ class Bound(Value):
         return "pass" if inside else "fail" if outside else "undecided"
 
     def samples_to_decide(self, found: Interval, samples: int) -> int | None:
-        """Return how many samples would decide if the figure stays where it is; None where it sits on the bound."""
+        """Return how many samples would decide if the figure stays where it is; None where no number would."""
         distance = abs(found.value - self.limit)
         reach = (found.high - found.value) if found.value <= self.limit else (found.value - found.low)
-        return None if distance <= 1e-12 else int(samples * (reach / distance) ** 2) + 1
+        wanted = samples * (reach / distance) ** 2 if distance > 1e-12 else math.inf
+        return int(wanted) + 1 if wanted < _MOST else None
 
 
 Judgement = Literal["pass", "fail", "undecided"]

@@ -43,9 +43,9 @@ def verdict(floor: QualityFloor, figures: Sequence[Figure]) -> tuple[Judgement, 
         return "pass", close
     if open_ones:
         one = max(open_ones, key=lambda figure: figure.samples_to_decide or 10**9)
-        more = (
-            f"about {one.samples_to_decide} samples would decide" if one.samples_to_decide else "it sits on the bound"
-        )
+        more = "no number of samples would decide: it sits on the bound, or the reference scores too little"
+        if one.samples_to_decide:
+            more = f"about {one.samples_to_decide} samples would decide"
         return "undecided", f"{_told(one)}; {more}"
     what = ", ".join(missing) if missing else "a task"
     return "undecided", f"fidelity alone does not pass a deployment that differs this much; {what} must be scored"
