@@ -19,6 +19,16 @@ from powerband.launchers import local
 from support import models
 
 DATA = Path(os.environ.get("POWERBAND_DATA") or ROOT.parent / "shared" / "data")
+KNOBS: dict[str, dict[str, Any]] = {
+    "llamacpp": {"parallel": 4, "ctx_size": 8192, "cache_ram": 0},
+    "vllm": {
+        "max_model_len": 2048,
+        "max_num_seqs": 8,
+        "kv_cache_memory_bytes": "512MiB",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": 0,
+    },
+}
+EAGER: dict[str, dict[str, Any]] = KNOBS | {"vllm": KNOBS["vllm"] | {"enforce_eager": True}}  # starts sooner
 GGUF = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "q3_k_m", "q2_k")
 
 

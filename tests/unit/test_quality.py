@@ -152,6 +152,9 @@ def test_fidelity_rejects_and_only_tasks_or_closeness_pass() -> None:
     assert judge.verdict(wanted, [bad, scored])[0] == "fail"
     assert judge.verdict(wanted, [good])[0] == "undecided"
     assert judge.verdict(wanted, [good, scored])[0] == "pass"
+    asks_more = floor('fidelity: {kl_mean: "<= 0.05", spoiled_long: "<= 0.3"}\ntasks: {recall: {recovery: ">= 0.98"}}')
+    verdict, reason = judge.verdict(asks_more, [good, scored])  # no room for a long context
+    assert verdict == "undecided" and "spoiled_long could not be asked" in reason
     nothing = judge.figure("kl_mean", "", Interval(0.001, 0.0005, 0.002), 50, bound)
     agreed = judge.figure("top1_agreement", "", Interval(0.99, 0.985, 0.995), 50, None)
     verdict, reason = judge.verdict(wanted, [nothing, agreed])

@@ -111,8 +111,7 @@ async def evaluate(
             "engines": {one.engine.name: one.installation.version for one in (reference, candidate)},
         },
     )
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    kept.write_text(found.to_json())
+    runs.keep(kept, found.to_json())
     return found
 
 

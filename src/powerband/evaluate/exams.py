@@ -1,4 +1,4 @@
-"""Tasks that a running deployment sits: questions with checks, or a task of lm-evaluation-lm_eval."""
+"""Tasks that a running deployment sits: questions with checks, or a task of lm-evaluation-harness."""
 
 from __future__ import annotations
 

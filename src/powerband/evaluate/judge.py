@@ -33,6 +33,9 @@ def verdict(floor: QualityFloor, figures: Sequence[Figure]) -> tuple[Judgement, 
     failed = [one for one in judged.values() if one.judgement == "fail"]
     if failed:
         return "fail", "; ".join(_told(one) for one in failed)
+    unseen = [name for name in floor.fidelity if name not in judged]
+    if unseen:
+        return "undecided", f"{', '.join(unseen)} could not be asked; give the deployment more context"
     missing = [name for name in floor.tasks if f"{name} recovery" not in judged]
     open_ones = [one for one in judged.values() if one.judgement == "undecided"]
     if not missing and floor.tasks and not open_ones:

@@ -12,6 +12,7 @@ from powerband.core.scoring import Answer, Spot
 from powerband.evaluate.asking import Asker
 from powerband.evaluate.exams import Exam
 from powerband.evaluate.probes import LONGEST, MOST, Answered, Chat, Probes, Read, places
+from powerband.store import runs
 
 _SAMPLES = 4
 
@@ -31,17 +32,14 @@ class Notes:
         return {one.kind for one in self.answered}
 
     def write(self, path: Path) -> None:
-        """Keep them; a half-written file is never read."""
+        """Keep them."""
         data = {
             "samples": self.samples,
             "reads": [[one.kind, one.tokens, one.spots] for one in self.reads],
             "answered": [[one.kind, one.messages, one.answer, one.room] for one in self.answered],
             "tasks": self.tasks,
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(data))
-        partial.replace(path)
+        runs.keep(path, json.dumps(data))
 
     @classmethod
     def read(cls, path: Path) -> Notes:

@@ -186,8 +186,7 @@ def folder() -> Path:
 def keep(found: Coefficients) -> Path:
     """Write coefficients where the next plan finds them."""
     path = folder() / f"{found.engine}-{found.scheme}.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(found.to_text())
+    runs.keep(path, found.to_text())
     return path
 
 

@@ -16,6 +16,14 @@ def state_root() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "powerband"
 
 
+def keep(path: Path, text: str) -> None:
+    """Write a file that is read again later; a half-written one never stands there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
 def new_run(label: str, *, root: Path | None = None) -> Path:
     """Make a new, empty directory named for the time and the label; never one that exists."""
     root = root or state_root() / "runs"
