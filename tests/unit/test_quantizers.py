@@ -2,7 +2,7 @@
 
 import pytest
 
-from powerband import catalog, quantizers
+from powerband import catalog, quantize, quantizers
 from powerband.core.model import Model
 from powerband.errors import InputError
 from powerband.quantizers import llmcompressor
@@ -48,6 +48,10 @@ def test_what_is_quantized_already_is_not_quantized_again() -> None:
         quantizers.that_makes("q4_k_m").check(model(format="gguf", numbers="q4_1"), "q4_k_m")
     with pytest.raises(InputError, match="quantized already"):
         quantizers.that_makes("w8a8-int8").check(model(numbers="fp8"), "w8a8-int8")
+
+
+def test_words_that_calibration_does_not_know_are_counted() -> None:
+    assert quantize._known(["the cat sat"], ["The dog sat"]) == pytest.approx(2 / 3)
 
 
 def test_an_unknown_scheme_gets_a_hint() -> None:

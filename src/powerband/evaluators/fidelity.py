@@ -76,18 +76,15 @@ def interval(texts: Sequence[Compared], figure: str, *, level: float = 0.95) -> 
     places = sum(one.places for one in texts)
     mean = math.fsum(values) / places
     if len(texts) < 2:
-        return Interval(mean, -UNBOUND, UNBOUND)
+        return Interval(math.exp(mean) if figure == "perplexity_ratio" else mean, -UNBOUND, UNBOUND)
     off = math.fsum((value - mean * one.places) ** 2 for value, one in zip(values, texts, strict=True))
     spread = math.sqrt(off * len(texts) / (len(texts) - 1)) / places
     t = student(len(texts) - 1, z_of(level))
     if figure == "perplexity_ratio":
         return Interval(math.exp(mean), math.exp(mean - t * spread), math.exp(mean + t * spread))
     if figure == "kl_mean":  # never below nothing, and with a long tail: even in its logarithm
-        return (
-            Interval(mean, *(mean * math.exp(sign * t * spread / mean) for sign in (-1, 1)))
-            if mean
-            else Interval(0.0, 0.0, 0.0)
-        )
+        factor = math.exp(t * spread / mean) if mean else 1.0
+        return Interval(mean, mean / factor, mean * factor)
     alike = spread**2 / (mean * (1 - mean) / places) if 0 < mean < 1 else 1.0
     worth = places / max(1.0, alike)  # independent places
     return wilson(mean * worth, worth, z=t)

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from powerband.core.evaluation import Evaluation, Figure
 from powerband.core.quality import FIDELITY
+from powerband.core.statistics import UNBOUND
 from powerband.reports import html
 from powerband.reports.svg import Chart
 
@@ -27,14 +28,9 @@ _DRAWN = {
 def tables(found: Evaluation) -> Iterator[RenderableType]:
     """Return the verdict and the figures."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    kinds = sorted({one.kind for one in found.figures if one.kind})
-    for head in ("", "all", "floor", "", *kinds):
+    for head in ("", "all", "floor", "", *_kinds(found)):
         table.add_column(head, justify="left" if not head else "right")
-    for one in found.figures:
-        if one.kind:
-            continue
-        by_kind = {other.kind: other for other in found.figures if other.name == one.name and other.kind}
-        cells = [f"{by_kind[kind].found.value:.3g}" if kind in by_kind else "" for kind in kinds]
+    for one, cells in _rows(found):
         judgement = Text(one.judgement or "", _STYLES.get(one.judgement or "", ""))
         table.add_row(one.name, _ranged(one), one.bound, judgement, *cells)
     yield table
@@ -44,8 +40,21 @@ def tables(found: Evaluation) -> Iterator[RenderableType]:
     yield Text(f"engine time: {seconds}{early}", "dim")
 
 
+def _kinds(found: Evaluation) -> list[str]:
+    return sorted({one.kind for one in found.figures if one.kind})
+
+
+def _rows(found: Evaluation) -> Iterator[tuple[Figure, list[str]]]:
+    """Yield each figure of everything, and what it is for each class of text."""
+    for one in found.figures:
+        if not one.kind:
+            by_kind = {other.kind: f"{other.found.value:.3g}" for other in found.figures if other.name == one.name}
+            yield one, [by_kind.get(kind, "") for kind in _kinds(found)]
+
+
 def _ranged(one: Figure) -> str:
-    return f"{one.found.value:.3g} [{one.found.low:.3g}, {one.found.high:.3g}]"
+    low, high = one.found.low, one.found.high
+    return f"{one.found.value:.3g} " + (f"[{low:.3g}, {high:.3g}]" if high < UNBOUND else "(not known)")
 
 
 def page(found: Evaluation) -> str:
@@ -89,17 +98,12 @@ def _shown_as(one: Figure) -> str:
 
 
 def _figures(found: Evaluation) -> str:
-    kinds = sorted({one.kind for one in found.figures if one.kind})
     rows = []
-    for one in found.figures:
-        if one.kind:
-            continue
-        by_kind = {other.kind: other for other in found.figures if other.name == one.name and other.kind}
+    for one, cells in _rows(found):
         judgement = f"<b class='{_CSS[one.judgement]}'>{one.judgement}</b>" if one.judgement else ""
         name = f"<abbr title='{escape(FIDELITY.get(one.name, ''))}'>{escape(one.name)}</abbr>"
-        cells = [f"{by_kind[kind].found.value:.3g}" if kind in by_kind else "" for kind in kinds]
         rows.append([name, _ranged(one), str(one.samples), escape(one.bound), judgement, *cells])
-    heads = ["", "found", "samples", "floor", "", *kinds]
+    heads = ["", "found", "samples", "floor", "", *_kinds(found)]
     told = f"<p class='quiet'>Brackets are intervals of {100 * found.level:.4g} %, in pairs: the verdict is "
     told += "looked at several times, and all looks together err as seldom as one of 95 %.</p>"
     return f"<section><h2>Against the reference</h2>{html.table(heads, rows, css='left')}{told}</section>"
