@@ -44,6 +44,8 @@ class Order:
     profile: Profile = "level"
     rates: tuple[float, ...] = ()
     start_per_s: float | None = None
+    least_per_s: float | None = None  # a climb gives up where this rate breaks the SLO
+    rough: bool = False  # a climb ends with a wide bracket, and confirms nothing
     amount: Amount = field(default_factory=Amount)
     base: Path | None = None  # of the workload's own paths
     blocks: int = 1
@@ -135,7 +137,15 @@ async def _steps(own: Bench, order: Order) -> profiles.Steps:
     if order.profile == "climb":
         start = order.start_per_s or await _first_guess(own, order.workload)
         assert order.slo is not None
-        return profiles.climb(order.workload, order.slo, order.amount, start_per_s=start, blocks=order.blocks)
+        return profiles.climb(
+            order.workload,
+            order.slo,
+            order.amount,
+            start_per_s=start,
+            blocks=order.blocks,
+            least_per_s=order.least_per_s or 0.0,
+            rough=order.rough,
+        )
     if order.profile == "sweep":
         return profiles.sweep(order.workload, order.slo, order.amount, rates=order.rates, blocks=order.blocks)
     workload = order.workload

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
 from powerband.bench import guards
 from powerband.bench.level import Plan
 from powerband.core import statistics
-from powerband.core.measurement import Level
+from powerband.core.measurement import GRID, Level
 from powerband.core.slo import SLO
 from powerband.core.workload import Workload
 from powerband.load import prompts
 
 _SPARE = 1.5  # samples beyond what the highest percentile needs
-_LEAST_WINDOW_S = 10.0
-_CLOSE = 1.1  # the climb ends when the lowest rate that breaks is this near to the highest that holds
-_STEP = 1.5
+_LEAST_WINDOW_S, _SHORTEST_WINDOW_S = 10.0, 3.0
+_CLOSE, _ROUGHLY = 1.1, 1.3  # the climb ends when the lowest rate that breaks is this near to the highest that holds
+_STEP, _LONGER = 1.5, 1.5  # a rough climb's steps become longer: it may have been told to start far away
 _TRIES = 3
+_NEAR, _FAR = 0.02, 1.5  # how far from its bound a percentile may count to be, as a logarithm
 _LARGEST_STEPS = 12
 
 
@@ -28,6 +30,7 @@ class Amount:
 
     window_s: float | None = None
     requests: int | None = None
+    least: int | None = None  # requests; more where they would not show a queue that grows
     seed: int | None = None
 
     def plan(self, workload: Workload, slo: SLO | None, *, block: int = 0, hopeless: bool = False) -> Plan:
@@ -40,8 +43,13 @@ class Amount:
             return Plan(workload, self.window_s or _LEAST_WINDOW_S, requests, hopeless, counted)
         if self.window_s is not None:
             return Plan(workload, self.window_s, max(1, round(rate * self.window_s)), hopeless)
-        requests = self.requests or max(enough(slo), math.ceil(rate * _LEAST_WINDOW_S))
+        requests = self.requests or max(self.least or enough(slo), math.ceil(rate * self._least_window_s(slo)))
         return Plan(workload, requests / rate, requests, hopeless, counted=True)
+
+    def _least_window_s(self, slo: SLO | None) -> float:
+        """Return how long to look at least; where little is asked for, ten times as long as anyone waits."""
+        waits = [limit for metric, _, limit in slo.bounds() if metric == "ttft"] if slo and self.least else []
+        return min(_LEAST_WINDOW_S, max(_SHORTEST_WINDOW_S, 10 * max(waits))) if waits else _LEAST_WINDOW_S
 
 
 def enough(slo: SLO | None) -> int:
@@ -67,11 +75,23 @@ def sweep(workload: Workload, slo: SLO | None, amount: Amount, *, rates: Sequenc
             number += 1
 
 
-def climb(workload: Workload, slo: SLO, amount: Amount, *, start_per_s: float, blocks: int) -> Steps:
-    """Find the highest rate that keeps the SLO: step up until it breaks, halve the bracket, confirm the answer."""
+def climb(
+    workload: Workload,
+    slo: SLO,
+    amount: Amount,
+    *,
+    start_per_s: float,
+    blocks: int = 1,
+    least_per_s: float = 0.0,
+    rough: bool = False,
+) -> Steps:
+    """Find the highest rate that keeps the SLO: step up until it breaks, halve the bracket, confirm the answer.
+
+    A rough climb takes small steps from where it is told to start, and confirms nothing: `knee` tells what it found.
+    """
     number = 0
     holds, breaks = 0.0, math.inf
-    rate = start_per_s
+    rate, step, close = start_per_s, _ROUGHLY if rough else _STEP, _ROUGHLY if rough else _CLOSE
 
     def plan(rate: float, *, longer: int = 1) -> Plan:
         nonlocal number
@@ -79,7 +99,7 @@ def climb(workload: Workload, slo: SLO, amount: Amount, *, start_per_s: float, b
         short = amount.plan(workload.at_rate(rate), slo, block=number - 1, hopeless=True)
         return replace(short, window_s=short.window_s * longer, requests=short.requests * longer)
 
-    while number < _LARGEST_STEPS and breaks > holds * _CLOSE:
+    while number < _LARGEST_STEPS and breaks > holds * close * 1.001 and breaks > least_per_s:
         for _ in range(_TRIES):
             level = yield plan(rate), False
             if not troubled(level):
@@ -88,19 +108,55 @@ def climb(workload: Workload, slo: SLO, amount: Amount, *, start_per_s: float, b
             holds = rate
         else:
             breaks = rate
-        if holds and math.isinf(breaks):
-            rate = holds * _STEP
-        elif not holds:
-            rate = breaks / _STEP
-        else:
+        if holds and not math.isinf(breaks):
             rate = math.sqrt(holds * breaks)
-    while holds and number < 2 * _LARGEST_STEPS:
+        else:
+            rate = holds * step if holds else breaks / step
+            step **= _LONGER if rough else 1.0
+    while holds and not rough and number < 2 * _LARGEST_STEPS:
         for block in range(blocks):
             level = yield plan(holds, longer=2), block > 0
         if keeps(level):
             return
         if not troubled(level):
             holds /= _CLOSE
+
+
+def knee(levels: Sequence[Level]) -> float | None:
+    """Return where the SLO just holds, between the highest load that keeps it and the lowest that breaks it.
+
+    How far the two are from the bounds says where between them; a load that is answered more slowly than it comes, and
+    yet within the bounds, says what is answered. None where no load keeps it.
+    """
+    broken = [one for one in levels if one.rate_per_s and not (keeps(one) or troubled(one))]
+    beyond = min(broken, key=lambda one: one.rate_per_s or 0.0, default=None)
+    most = (beyond.rate_per_s or 0.0) if beyond else math.inf
+    within = max(
+        (one for one in levels if keeps(one) and (one.rate_per_s or 0.0) < most),
+        key=lambda one: one.rate_per_s or 0.0,
+        default=None,
+    )
+    if within is None or within.rate_per_s is None:
+        return None
+    if beyond is None or beyond.rate_per_s is None:
+        return within.rate_per_s
+    below, above = min(_beyond(within), -_NEAR), _beyond(beyond)
+    if above <= 0:
+        return min(max(beyond.achieved_per_s, within.rate_per_s), beyond.rate_per_s)
+    part = below / (below - max(above, _NEAR))
+    return within.rate_per_s * math.exp(part * math.log(beyond.rate_per_s / within.rate_per_s))
+
+
+def _beyond(level: Level) -> float:
+    """Return by how much the worst percentile exceeds its bound, as a logarithm; below nothing where all are kept.
+
+    A level that was stopped early has too few answers to tell a percentile, and enough to tell how late they are.
+    """
+    found = [0.0] if not level.promises else []
+    for one in level.promises:
+        place = bisect_left(GRID, float(one.percentile[1:]) / 100)
+        found.append(math.log(max(level.latencies[one.metric].grid[place], 1e-6) / one.limit_s))
+    return min(max(found), _FAR)
 
 
 def troubled(level: Level) -> bool:

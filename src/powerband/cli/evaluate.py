@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from powerband.cli import given
 from powerband.cli.output import Json, emit, out, talk
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from powerband.core.quality import QualityFloor
-    from powerband.evaluate.exams import Exam
-    from powerband.launchers.local import Prepared
 
 
 def evaluate(
@@ -60,8 +53,15 @@ def evaluate(
     for what, name, settings in ((reference, None, []), (candidate, engine, set_ or [])):
         deployment = given.deployment(what, engine=name, settings=settings, host=None, port=None)
         prepared.append(local.prepare(deployment))
-    wanted = _floor(floor)
-    exams = _exams(task or [], wanted, prepared, most=questions, run_code=run_code)
+    wanted = given.floor(floor)
+    exams = given.exams(
+        task or [],
+        wanted,
+        source=prepared[0].deployment.variant.source,
+        most=questions,
+        tells_prompts=all(one.engine.tells_prompts for one in prepared),
+        run_code=run_code,
+    )
     own = _requests(workload, prepared[0].deployment.variant.source) if workload else []
     order = stage.Order(floor=wanted, probes=probes(own, samples=samples), tasks=exams, whole=whole, again=again)
     folder = given.folder(output) if output else runs.new_run(f"evaluate-{prepared[1].deployment.served_name}")
@@ -85,63 +85,6 @@ def evaluate(
         raise PromiseBroken(f"below the floor: {found.reason}", hint=f"see {page}")
     if found.verdict == "undecided":
         raise InvalidMeasurement(f"undecided: {found.reason}", hint="give --task NAME=FILE, or another floor")
-
-
-def _floor(text: str) -> QualityFloor:
-    from powerband.core.quality import QualityFloor
-    from powerband.store import documents
-
-    found = documents.find("quality", text)
-    assert isinstance(found, QualityFloor)
-    return found
-
-
-def _exams(
-    given_tasks: list[str], floor: QualityFloor, prepared: list[Prepared], *, most: int, run_code: bool
-) -> dict[str, Exam]:
-    """Read every NAME=FILE; a floor may ask for our own task without one."""
-    from pathlib import Path
-
-    from powerband import catalog
-    from powerband.errors import InputError
-    from powerband.evaluate.exams import Quiz
-    from powerband.evaluators import recall, tasks
-
-    found: dict[str, Exam] = {}
-    for text in given_tasks:
-        name, _, file = text.rpartition("=")
-        path = Path(file).expanduser()
-        if not path.is_file():
-            raise InputError(f"there is no task file {file}", hint="write --task NAME=FILE")
-        if name in catalog.names("task"):
-            found[name] = _harness(name, path, prepared, most=most, run_code=run_code)
-        else:
-            found[name or path.stem] = Quiz(tasks.read(path.read_text(), source=file)[:most])
-    for name in floor.tasks:
-        if name == "recall":
-            found.setdefault(name, Quiz(recall.questions(most)))
-        elif name not in found:
-            raise InputError(f"the floor asks for the task '{name}'", hint=f"give --task {name}=FILE")
-    return found
-
-
-def _harness(name: str, path: Path, prepared: list[Prepared], *, most: int, run_code: bool) -> Exam:
-    """Return a task of lm-eval, which is installed on demand."""
-    import asyncio
-
-    from powerband.evaluate.exams import Harness, spread
-    from powerband.evaluators import lm_eval
-    from powerband.runtime import devices, environment
-
-    for one in prepared:
-        lm_eval.check(name, tells_prompts=one.engine.tells_prompts, run_code=run_code)
-
-    def progress(title: str, number: int, total: int) -> None:
-        talk().print(f"[dim]lm-eval: {number + 1}/{total}  {title}[/]")
-
-    installed, _ = asyncio.run(environment.install(lm_eval.TOOL, host=devices.this_host(), progress=progress))
-    rows = spread(lm_eval.rows(name, path), most)
-    return Harness(name, path, installed.tools["python"], prepared[0].deployment.variant.source, tuple(rows))
 
 
 def _requests(workload: str, source: str) -> list[str]:

@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from powerband.core.deployment import Deployment
+    from powerband.core.quality import QualityFloor
     from powerband.core.slo import SLO
     from powerband.core.workload import Workload
+    from powerband.evaluate.exams import Exam
     from powerband.runtime.replica import Replica
 
 
@@ -99,7 +101,7 @@ def deployment(
         if data["engine"] == "openai" and what.startswith("http"):
             data["config"] = {"base_url": what}
     for setting in settings:
-        _set(data.setdefault("config", {}), setting)
+        set_knob(data.setdefault("config", {}), setting)
     placement = {"host": host, "port": port}
     if any(value is not None for value in placement.values()):
         given = {key: value for key, value in placement.items() if value is not None}
@@ -110,7 +112,7 @@ def deployment(
     return result
 
 
-def _set(config: dict[str, Any], setting: str) -> None:
+def set_knob(config: dict[str, Any], setting: str) -> None:
     """Apply `knob=value` or `knob.part=value`; the value is YAML."""
     from powerband.core import yaml12
     from powerband.errors import InputError
@@ -156,3 +158,65 @@ def numbers(option: str, text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
         raise InputError(f"{option} {text} is not a list of numbers", hint="write it like 1,2,4") from None
+
+
+def floor(name: str) -> QualityFloor:
+    """Return a quality floor from a file or the catalogue."""
+    from powerband.core.quality import QualityFloor
+    from powerband.store import documents
+
+    found = documents.find("quality", name)
+    assert isinstance(found, QualityFloor)
+    return found
+
+
+def exams(
+    given_tasks: list[str],
+    floor: QualityFloor,
+    *,
+    source: str,
+    most: int,
+    tells_prompts: bool = False,
+    run_code: bool = False,
+) -> dict[str, Exam]:
+    """Read every NAME=FILE; a floor may ask for our own task without one."""
+    from pathlib import Path
+
+    from powerband import catalog
+    from powerband.errors import InputError
+    from powerband.evaluate.exams import Quiz
+    from powerband.evaluators import lm_eval, recall, tasks
+
+    found: dict[str, Exam] = {}
+    for text in given_tasks:
+        name, _, file = text.rpartition("=")
+        path = Path(file).expanduser()
+        if not path.is_file():
+            raise InputError(f"there is no task file {file}", hint="write --task NAME=FILE")
+        if name in catalog.names("task"):
+            lm_eval.check(name, tells_prompts=tells_prompts, run_code=run_code)
+            found[name] = _harness(name, path, source, most=most)
+        else:
+            found[name or path.stem] = Quiz(tasks.read(path.read_text(), source=file)[:most])
+    for name in floor.tasks:
+        if name == "recall":
+            found.setdefault(name, Quiz(recall.questions(most)))
+        elif name not in found:
+            raise InputError(f"the floor asks for the task '{name}'", hint=f"give --task {name}=FILE")
+    return found
+
+
+def _harness(name: str, path: Path, source: str, *, most: int) -> Exam:
+    """Return a task of lm-eval, which is installed on demand."""
+    import asyncio
+
+    from powerband.evaluate.exams import Harness, spread
+    from powerband.evaluators import lm_eval
+    from powerband.runtime import devices, environment
+
+    def progress(title: str, number: int, total: int) -> None:
+        talk().print(f"[dim]lm-eval: {number + 1}/{total}  {title}[/]")
+
+    installed, _ = asyncio.run(environment.install(lm_eval.TOOL, host=devices.this_host(), progress=progress))
+    rows = spread(lm_eval.rows(name, path), most)
+    return Harness(name, path, installed.tools["python"], source, tuple(rows))

@@ -9,7 +9,21 @@ from typing import Annotated
 import typer
 
 from powerband import __version__
-from powerband.cli import bench, check, diff, doctor, engine, evaluate, plan, quantize, run, schema, show
+from powerband.cli import (
+    bench,
+    check,
+    diff,
+    doctor,
+    engine,
+    evaluate,
+    plan,
+    quantize,
+    run,
+    schema,
+    show,
+    tune,
+    verify,
+)
 from powerband.errors import PowerbandError
 
 app = typer.Typer(
@@ -30,6 +44,8 @@ app.command("plan")(plan.plan)
 app.command("quantize")(quantize.quantize)
 app.command("evaluate")(evaluate.evaluate)
 app.command("bench")(bench.bench)
+app.command("tune")(tune.tune)
+app.command("verify")(verify.verify)
 app.command("diff")(diff.diff)
 
 

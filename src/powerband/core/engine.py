@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
@@ -142,6 +142,22 @@ class Choice(Value):
     batched_tokens: int
     context: int = Field(description="tokens of the longest sequence")
     kv_bytes: int = Field(description="of the KV cache, over all devices")
+
+
+class Lever(Value):
+    """Something that can be turned: its settings by name, each a set of knobs; the first is what the engine does."""
+
+    name: str
+    settings: dict[str, dict[str, Any]]
+    spoils: bool = Field(default=False, description="it may change answers, so the quality gate must look")
+    drafts: bool = Field(default=False, description="it guesses tokens, so what it brings depends on what people ask")
+
+
+class Space(Value):
+    """The levers worth searching on a machine, and the knobs that a deployment needs there whatever they are."""
+
+    always: dict[str, Any] = Field(default_factory=dict)
+    levers: tuple[Lever, ...]
 
 
 class Failure(Value):

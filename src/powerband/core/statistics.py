@@ -90,7 +90,14 @@ def mean_interval(values: Sequence[float], lumps: int = LUMPS) -> Interval:
 
 def student(freedom: int, z: float) -> float:
     """Return the point of Student's t that stands for a normal law's z, by its series in 1 / freedom."""
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return math.fsum(term / freedom**power for power, term in enumerate(terms))
 
 
 def lump_bounds(count: int, lumps: int = LUMPS) -> list[tuple[int, int]]:

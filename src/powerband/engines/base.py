@@ -20,6 +20,7 @@ from powerband.core.engine import (
     InstallPlan,
     Problem,
     Scheduling,
+    Space,
 )
 from powerband.core.host import Host
 from powerband.core.model import Format, Model
@@ -68,6 +69,14 @@ class Engine(ABC, Generic[C]):
     def choice_of(self, deployment: Deployment[C], *, model: Model, host: Host) -> Choice:
         """Return the choice that a deployment's knobs, and the engine's own defaults, amount to."""
         raise NotImplementedError(self.name)
+
+    def space(self, *, model: Model, host: Host, context: int) -> Space:
+        """Return the levers worth searching on a machine, for sequences of up to so many tokens."""
+        raise NotImplementedError(self.name)
+
+    def drafts_by_batch(self, schedule: Sequence[tuple[int, int, int]]) -> dict[str, Any] | None:
+        """Return the knobs for so many drafts from so many to so many sequences at once; None: it has no such table."""
+        return None
 
     def tokenize(self, model: str, text: str) -> Talk[list[int]]:
         """Ask for the tokens of a text."""

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from powerband.core.deployment import Deployment, EngineConfig
-from powerband.core.engine import Command, Footprint, Installation
+from powerband.core.engine import Command, Footprint, Installation, Lever, Space
 from powerband.core.host import Host
 from powerband.core.model import Model
 from powerband.core.units import Seconds
@@ -40,6 +40,13 @@ class Fake(Engine[FakeConfig]):
     def footprint(self, deployment: Deployment[FakeConfig], *, model: Model, host: Host) -> Footprint:
         """A small Python process."""
         return Footprint(overhead_bytes=64 * 2**20)
+
+    def space(self, *, model: Model, host: Host, context: int) -> Space:
+        """Places, a pace, and a lever that breaks it: enough to see a search work."""
+        places = Lever(name="places", settings={"4": {}} | {str(n): {"max_num_seqs": n} for n in (1, 2, 8, 16)})
+        pace = Lever(name="pace", settings={"20ms": {}, "10ms": {"itl_s": 0.01}, "40ms": {"itl_s": 0.04}})
+        fault = Lever(name="fault", settings={"none": {}, "crashes": {"fault": "crashes"}})
+        return Space(always={"max_num_seqs": 4}, levers=(places, pace, fault))
 
     def command(self, deployment: Deployment[FakeConfig], *, installation: Installation, port: int) -> Command:
         """Run the server that `powerband.testing` ships."""

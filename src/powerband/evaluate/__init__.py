@@ -115,6 +115,11 @@ async def evaluate(
     return found
 
 
+async def consult(reference: Prepared, order: Order, *, progress: Progress = lambda _: None) -> None:
+    """Ask the reference now, unless what it said is kept: beside a candidate that runs it would be in the way."""
+    await _notes(reference, order, _place("references", [_asked(reference, order)]), {}, progress)
+
+
 def _served(prepared: Prepared) -> dict[str, Any]:
     """Return what tells this deployment from others."""
     return {

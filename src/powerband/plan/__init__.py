@@ -135,7 +135,8 @@ def eligible(model: Model, *, wanted: Sequence[str] = ()) -> list[Scheme]:
     found = [own]
     if model.format != "gguf" or own.name == "f16":
         size = own.weight_bytes(shape)
-        found += [one for one in all_schemes() if one.weight_bytes(shape) < 0.99 * size and one.name != own.name]
+        most = {one: (0.99 if one == own.format else 1.01) * size for one in ("safetensors", "gguf")}
+        found += [one for one in all_schemes() if one.weight_bytes(shape) < most[one.format] and one.name != own.name]
     return [one for one in found if (one.name in wanted if wanted else one is own or not one.risky)]
 
 
@@ -143,6 +144,12 @@ def eligible(model: Model, *, wanted: Sequence[str] = ()) -> list[Scheme]:
 def all_schemes() -> tuple[Scheme, ...]:
     """Return the catalogue's schemes."""
     return tuple(_read(Scheme, name) for name in catalog.names("scheme"))
+
+
+@cache
+def scheme(name: str) -> Scheme:
+    """Return a scheme of the catalogue."""
+    return _read(Scheme, name)
 
 
 @cache

@@ -13,6 +13,7 @@ from powerband.core.deployment import Deployment
 from powerband.core.host import Host
 from powerband.core.measurement import Level, Measurement
 from powerband.core.model import Model
+from powerband.core.slo import SLO
 from powerband.core.statistics import Interval
 from powerband.errors import InputError
 from powerband.plan import calibrate, predict
@@ -30,8 +31,10 @@ def beside(
 ) -> Measurement:
     """Return the measurement with what was to be expected at each of its rates; unchanged where nothing is known."""
     on = deployed(deployment, model=model, host=host, known=calibrate.kept())
-    if on is None or all(level.rate_per_s is None for level in found.levels):
+    if on is None or not on.times.coefficients.devices or all(level.rate_per_s is None for level in found.levels):
         return found
+    if engines.get(deployment.engine).choice_of(deployment, model=model, host=host).drafted:
+        return found  # how often drafts are accepted is nobody's guess
     requests = plan.draw(found.workload, model, base=base)
     levels = [_beside(level, on, requests) for level in found.levels]
     return found.model_copy(update={"levels": tuple(levels)})
@@ -43,25 +46,31 @@ def _beside(level: Level, on: Server, requests: Requests) -> Level:
     return level.model_copy(update={"expected": expected(on, requests, level.rate_per_s)})
 
 
-def deployed(deployment: Deployment[Any], *, model: Model, host: Host, known: Sequence[Coefficients]) -> Server | None:
-    """Return the deployment as the simulation knows it; None where nothing was measured on such a machine."""
+def deployed(
+    deployment: Deployment[Any],
+    *,
+    model: Model,
+    host: Host,
+    known: Sequence[Coefficients],
+    scheme: str | None = None,
+) -> Server | None:
+    """Return the deployment as the simulation knows it, in the model's own scheme unless another is named.
+
+    Drafts are left out of it: how often they are accepted is nobody's guess. None where nobody knows its numbers.
+    """
     adapter = engines.get(deployment.engine)
     if adapter.scheduling is None or model.shape is None:
         return None
     device, _ = plan.this_machine(host)
     try:
-        scheme = plan.scheme_of(model)
+        numbers = plan.scheme(scheme) if scheme else plan.scheme_of(model)
     except InputError:  # a number format that no scheme describes
         return None
-    own = plan.fitted(plan.coefficients(known), deployment.engine, device, scheme.name)
-    if not own.devices:
-        return None
+    own = plan.fitted(plan.coefficients(known), deployment.engine, device, numbers.name)
     choice = adapter.choice_of(deployment, model=model, host=host)
-    if choice.drafted:  # how often drafts are accepted is nobody's guess
-        return None
     expert = choice.tensor * choice.data if choice.expert else 1
     split = Split(tensor=choice.tensor, pipeline=choice.pipeline, expert=expert, data=choice.data)
-    steps = Steps(model.shape, scheme, split, kv_bytes=adapter.scheduling.kv_formats.get(choice.kv_format, 2.0))
+    steps = Steps(model.shape, numbers, split, kv_bytes=adapter.scheduling.kv_formats.get(choice.kv_format, 2.0))
     group = split.devices // split.data  # of devices that share a KV cache
     limits = Limits(
         sequences=choice.sequences * split.data,
@@ -70,6 +79,13 @@ def deployed(deployment: Deployment[Any], *, model: Model, host: Host, known: Se
         request_s=own.request_s,
     )
     return Server(StepTimes(steps, device, own), limits)
+
+
+def knee(on: Server, requests: Requests, slo: SLO) -> Interval:
+    """Return the rate at which the SLO is expected to be just kept; nothing where it is kept at none."""
+    found = predict.knee(on, requests, slo, flow=predict.fluid(on, requests.lengths, slo))
+    rate, spread = found.rate_per_s if found else 0.0, on.times.coefficients.tpot
+    return Interval(rate, rate / spread.high, rate / spread.low)
 
 
 def expected(on: Server, requests: Requests, rate_per_s: float) -> Expected:

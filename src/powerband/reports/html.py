@@ -8,6 +8,7 @@ from importlib import resources
 
 from powerband import metrics
 from powerband.core.measurement import GRID, Level, Measurement
+from powerband.core.statistics import Interval
 from powerband.reports import words
 from powerband.reports.svg import Chart
 
@@ -310,6 +311,19 @@ def _provenance(found: Measurement) -> str:
 
 def _css(verdict: str) -> str:
     return {"kept": "good", "broken": "bad"}.get(verdict, "unsure")
+
+
+def bars(caption: str, shown: Iterable[tuple[str, Interval, str]]) -> str:
+    """Return a bar for each name, with its interval and what to say beside it."""
+    held = list(shown)
+    most = max(one.high for _, one, _ in held)
+    rows = [
+        f"<tr><td>{escape(name)}</td><td class='bar'><i style='width:{100 * one.value / most:.1f}%'></i>"
+        f"<u style='left:{100 * one.low / most:.1f}%;width:{100 * (one.high - one.low) / most:.1f}%'></u></td>"
+        f"<td>{escape(said)}</td></tr>"
+        for name, one, said in held
+    ]
+    return f"<figure><table class='bars'><caption>{escape(caption)}</caption>{''.join(rows)}</table></figure>"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, css: str = "") -> str:

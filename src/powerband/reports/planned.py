@@ -151,17 +151,15 @@ def _pareto(candidates: Sequence[Candidate]) -> str:
 
 def _costs(candidates: Sequence[Candidate]) -> str:
     """Dollars per million tokens, a bar each, with its interval."""
-    most = max(one.usd_per_1m_tokens.high for one in candidates)
-    rows = []
-    for one in candidates:
-        cost = one.usd_per_1m_tokens
-        name = f"{one.devices} x {one.device}, {one.engine} {one.scheme}"
-        rows.append(
-            f"<tr><td>{escape(name)}</td><td class='bar'><i style='width:{100 * cost.value / most:.1f}%'></i>"
-            f"<u style='left:{100 * cost.low / most:.1f}%;width:{100 * (cost.high - cost.low) / most:.1f}%'></u></td>"
-            f"<td>{cost.value:.3g}</td></tr>"
+    shown = (
+        (
+            f"{one.devices} x {one.device}, {one.engine} {one.scheme}",
+            one.usd_per_1m_tokens,
+            f"{one.usd_per_1m_tokens.value:.3g}",
         )
-    return f"<figure><table class='bars'><caption>$ per 1M tokens at the SLO</caption>{''.join(rows)}</table></figure>"
+        for one in candidates
+    )
+    return html.bars("$ per 1M tokens at the SLO", shown)
 
 
 def _table(found: Plan) -> str:

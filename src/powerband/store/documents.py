@@ -21,8 +21,10 @@ _PLAIN = {
     "measurement": ("measurement", "Measurement"),
     "plan": ("plan", "Plan"),
     "quality": ("quality", "QualityFloor"),
+    "recipe": ("recipe", "Recipe"),
     "scheme": ("scheme", "Scheme"),
     "slo": ("slo", "SLO"),
+    "study": ("study", "Study"),
     "variant": ("variant", "Lineage"),
     "workload": ("workload", "Workload"),
 }

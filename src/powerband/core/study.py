@@ -1,0 +1,67 @@
+"""A study: a search over deployments; and a trial: one deployment tried."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from powerband.core.document import Document, Value
+from powerband.core.quality import QualityFloor
+from powerband.core.slo import SLO
+from powerband.core.statistics import Interval
+from powerband.core.workload import Workload
+
+Settings = dict[str, str]  # of every lever; the engine and the scheme are levers too
+
+# What can become of a trial. Only one that kept both promises may win.
+Outcome = Literal["kept", "too slow", "below the floor", "failed", "ruled out"]
+
+
+class Trial(Value):
+    """One deployment tried, or ruled out before it was started, and why."""
+
+    number: int
+    settings: Settings
+    outcome: Outcome
+    reason: str = ""
+    knee_per_s: float | None = Field(default=None, description="requests per second at which the SLO just holds")
+    value: float = Field(default=0.0, description="of the objective; nothing where a promise was broken")
+    expected_per_s: Interval | None = Field(default=None, description="what the plan expects; holds 80 %")
+    quality: str = Field(default="", description="what the cheap gate said")
+    kl: float | None = Field(default=None, description="mean divergence from the reference, by the cheap gate")
+    latencies_s: dict[str, float] = Field(default_factory=dict, description="at the highest load that held, in words")
+    seconds: float = 0.0
+    evidence: str = Field(default="", description="the folder of its measurement, in that of the study")
+
+
+class Drafted(Value):
+    """What drafts brought on the workload's own requests, so many users at once, answers ending where they end."""
+
+    engine: str
+    setting: str
+    drafts: int = Field(description="tokens guessed for each step; 0: none")
+    users: int
+    tokens_per_s: float
+    accepted: float | None = Field(default=None, description="share of the guessed tokens")
+
+
+class Study(Document):
+    """What `tune` was asked, and everything that it tried."""
+
+    kind: ClassVar[str] = "study"
+
+    model: str
+    workload: Workload
+    slo: SLO
+    quality: QualityFloor | None = None
+    seed: int = 0
+    usd_per_h: float = Field(default=1.0, gt=0)
+    levers: dict[str, dict[str, tuple[str, ...]]] = Field(default_factory=dict, description="by engine; default first")
+    drafts: tuple[Drafted, ...] = Field(default=(), description="where the workload has texts of its own")
+    trials: tuple[Trial, ...] = ()
+
+    @property
+    def best(self) -> Trial | None:
+        """Return the trial with the highest value among those that keep both promises."""
+        return max((one for one in self.trials if one.outcome == "kept"), key=lambda one: one.value, default=None)

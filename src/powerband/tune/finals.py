@@ -1,0 +1,227 @@
+"""Prove the answer: the finalists and the engines' defaults in turns, on requests that the search never saw."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from powerband.bench.profiles import keeps, knee
+from powerband.core.measurement import Level, Measurement
+from powerband.core.recipe import Against, Recipe
+from powerband.core.statistics import Interval
+from powerband.core.study import Settings, Study, Trial
+from powerband.errors import DeploymentRefused, EngineError, InvalidMeasurement, PromiseBroken
+from powerband.launchers import local
+from powerband.launchers.local import Prepared
+from powerband.store.journal import Journal
+from powerband.tune import contest, recipe
+from powerband.tune.levers import ENGINE, key
+from powerband.tune.rig import HELD_OUT, Rig
+
+_FINALISTS = 2
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 6
+_SPARE = 0.9  # of the knee is promised
+_TRIES = 4
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Who is measured, and where its first climb begins."""
+
+    name: str
+    settings: Settings
+    start_per_s: float | None
+
+
+async def prove(rig: Rig, study: Study, *, left_s: float) -> Recipe:
+    """Measure the finalists against the defaults, crown one or call it a tie, and see what each lever brought."""
+    finalists = await _finalists(rig, study)
+    defaults = [_contender(rig, one) for one in study.trials if not rig.levers.turned(one.settings)]
+    able = {key(one.settings): one for one in (*finalists, *defaults) if one.start_per_s}
+    rounds = _rounds(study, len(able), 0.5 * left_s)
+    knees = await contest_of(rig, "finals", list(able.values()), rounds)
+    winner, says = await _crown(rig, knees, finalists, defaults)
+    against = [_against(knees, winner.name, one) for one in defaults if one.name != winner.name]
+    without = _without(rig, winner)
+    rounds = _rounds(study, len(without) + 1, 0.3 * left_s)
+    brought = await contest_of(rig, "levers", [winner, *without], rounds) if without else {}
+    promised = await _promise(rig, winner, contest.mean(knees[winner.name]))
+    return recipe.written(
+        rig,
+        study,
+        promised,
+        settings=winner.settings,
+        says=says,
+        against=tuple(against),
+        waterfall=tuple(_against(brought, winner.name, one) for one in without),
+    )
+
+
+def _contender(rig: Rig, trial: Trial) -> Contender:
+    engine, turned = trial.settings[ENGINE], rig.levers.turned(trial.settings)
+    if not turned:
+        return Contender(f"{engine} as it comes", trial.settings, trial.knee_per_s)
+    name = ", ".join(f"{lever} {setting}" for lever, setting in turned.items())
+    return Contender(f"{engine} with {name}", trial.settings, trial.knee_per_s)
+
+
+async def _finalists(rig: Rig, study: Study) -> list[Contender]:
+    """Return the best trials that the whole gate lets pass."""
+    found: list[Contender] = []
+    refused = []
+    for trial in sorted(study.trials, key=lambda one: -one.value):
+        if trial.outcome == "kept" and len(found) < _FINALISTS:
+            one = _contender(rig, trial)
+            if objection := await _objection(rig, one):
+                refused.append(f"{one.name}: {objection}")
+            else:
+                found.append(one)
+    if not found:
+        raise PromiseBroken(
+            f"no deployment that keeps the SLO was let pass by the gate: {'; '.join(refused)}",
+            hint="name more --scheme, or take another floor",
+        )
+    return found
+
+
+async def _objection(rig: Rig, one: Contender) -> str:
+    """Return why the whole gate does not let it pass; nothing where it does."""
+    rig.say(f"quality of {one.name}")
+    prepared = local.prepare(await rig.deployment(one.settings))
+    judged = await rig.judge(prepared)
+    return "" if judged is None or judged.verdict == "pass" else f"{judged.verdict}: {judged.reason}"
+
+
+def _rounds(study: Study, contenders: int, time_s: float) -> int:
+    usual = statistics.median(one.seconds for one in study.trials if one.outcome == "kept")
+    return max(_LEAST_ROUNDS, min(_MOST_ROUNDS, int(time_s / (contenders * usual))))
+
+
+async def contest_of(rig: Rig, phase: str, contenders: Sequence[Contender], rounds: int) -> dict[str, list[float]]:
+    """Measure them in turns; who keeps the SLO at no rate is not among the results. What was noted is not repeated."""
+    journal = Journal(rig.folder / f"{phase}.jsonl")
+    noted = {(note["round"], note["name"]): note["knee_per_s"] for note in journal.read()}
+    knees: dict[str, list[float | None]] = {one.name: [] for one in contenders}
+    by_name = {one.name: one for one in contenders}
+    if len(contenders) < 2:
+        rounds = 1
+    for number, name in contest.turns(list(by_name), rounds):
+        if (number, name) not in noted:
+            if None in knees[name]:
+                continue
+            so_far = [found for found in knees[name] if found]
+            start = contest.mean(so_far) if so_far else by_name[name].start_per_s
+            rig.say(f"{phase}, round {number + 1} of {rounds}: {name}")
+            folder = rig.folder / f"{phase}-{number + 1}-{list(by_name).index(name) + 1}"
+            found = await block(rig, by_name[name].settings, folder, start, seed=rig.workload.seed + HELD_OUT + number)
+            rate = knee(found.levels) if found else None
+            levels = [_drawn(level) for level in found.levels if level.rate_per_s] if found else []
+            settings = by_name[name].settings
+            journal.add({"round": number, "name": name, "settings": settings, "knee_per_s": rate, "levels": levels})
+            noted[number, name] = rate
+        knees[name].append(noted[number, name])
+    return {name: [rate for rate in found if rate] for name, found in knees.items() if all(found)}
+
+
+def _drawn(level: Level) -> dict[str, Any]:
+    """Return what a chart needs of a level."""
+    shown = {f"{one.metric} {one.percentile}": one.value_s for one in level.promises}
+    return {"rate_per_s": level.rate_per_s, "kept": keeps(level), **shown}
+
+
+async def block(
+    rig: Rig, settings: Settings, folder: Path, start_per_s: float | None, *, seed: int
+) -> Measurement | None:
+    """Start it and find its knee, twice where it does not work at once."""
+    for left in (1, 0):
+        folder.mkdir(exist_ok=True)
+        try:
+            prepared = local.prepare(await rig.deployment(settings))
+            async with local.launch(prepared, directory=folder) as replica:
+                found = await rig.climb(replica, prepared, folder, start_per_s=start_per_s, seed=seed)
+        except DeploymentRefused:
+            return None
+        except EngineError:
+            continue
+        if knee(found.levels) or not left:
+            return found
+    return None
+
+
+async def _crown(
+    rig: Rig, knees: contest.Knees, finalists: Sequence[Contender], defaults: Sequence[Contender]
+) -> tuple[Contender, str]:
+    """Return the winner, and by how much it is better than the better engine's defaults; those where it is not."""
+
+    def strength(one: Contender) -> float:
+        return contest.mean(knees[one.name]) if one.name in knees else 0.0
+
+    best = max(finalists, key=strength)
+    if not strength(best):
+        raise InvalidMeasurement("no finalist kept the SLO when it was measured again", hint="is the machine quiet?")
+    rivals = [one for one in defaults if one.name in knees]
+    rival = max(rivals, key=strength, default=None)
+    if rival is None:
+        return best, f"{best.name} keeps both promises; no engine's defaults keep the SLO at any rate"
+    if rival.name == best.name:
+        return best, f"no config is better than {best.name}"
+    ratio = contest.ratio(knees, best.name, rival.name, level=1 - 0.05 / len(finalists))
+    told = f"{ratio.value:.2f} times [{ratio.low:.2f}, {ratio.high:.2f}]"
+    if ratio.low > 1:
+        return best, f"{best.name} carries {told} the load of {rival.name}"
+    if not await _objection(rig, rival):
+        return rival, f"no config is reliably better than {rival.name}: the best carries {told} its load"
+    return best, f"{best.name} carries {told} the load of {rival.name}, whose answers fall below the floor"
+
+
+def _against(knees: contest.Knees, winner: str, one: Contender) -> Against:
+    ratio: Interval | None = None
+    if one.name in knees and winner in knees:
+        ratio = contest.ratio(knees, winner, one.name)
+    mean = contest.mean(knees[one.name]) if one.name in knees else None
+    return Against(name=one.name, settings=one.settings, knee_per_s=mean, ratio=ratio)
+
+
+def _without(rig: Rig, winner: Contender) -> list[Contender]:
+    """Return the winner with one lever turned back each."""
+    default = rig.levers.defaults(winner.settings[ENGINE])
+    return [
+        Contender(
+            f"{lever} {default[lever]} instead of {setting}",
+            winner.settings | {lever: default[lever]},
+            winner.start_per_s,
+        )
+        for lever, setting in rig.levers.turned(winner.settings).items()
+    ]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A rate that held on requests that nobody saw before, and what it took."""
+
+    prepared: Prepared
+    level: Level
+    memory_bytes: int | None
+
+
+async def _promise(rig: Rig, winner: Contender, knee_per_s: float) -> Proof:
+    """Hold somewhat less than the knee, and less again where that does not hold."""
+    prepared = local.prepare(await rig.deployment(winner.settings))
+    rate = knee_per_s
+    for number in range(_TRIES):
+        rate *= _SPARE
+        rig.say(f"promise {rate:.3g}/s")
+        folder = rig.folder / f"promise-{number + 1}"
+        folder.mkdir(exist_ok=True)
+        async with local.launch(prepared, directory=folder) as replica:
+            seed = rig.workload.seed + HELD_OUT + 500 + 10 * number
+            level = await rig.hold(replica, prepared, folder, rate_per_s=rate, seed=seed)
+            memory = replica.process.memory_bytes() if replica.process else None
+        if keeps(level):
+            return Proof(prepared, level, memory)
+    raise InvalidMeasurement(
+        f"{winner.name} did not hold {rate:.3g}/s, though it carried more before", hint="is the machine quiet?"
+    )

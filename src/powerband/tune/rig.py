@@ -1,0 +1,253 @@
+"""Try settings for real: make the variant, start the engine once, ask the gate, climb the rate."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from powerband import bench, engines, plan
+from powerband import evaluate as gate
+from powerband import quantize as quantizing
+from powerband.bench.profiles import Amount, knee, troubled
+from powerband.core.deployment import Deployment
+from powerband.core.evaluation import Evaluation
+from powerband.core.measurement import Level, Measurement
+from powerband.core.model import Model
+from powerband.core.quality import QualityFloor
+from powerband.core.slo import SLO
+from powerband.core.statistics import Interval
+from powerband.core.study import Settings, Trial
+from powerband.core.workload import Workload
+from powerband.errors import DeploymentRefused, EngineError, InputError, InvalidMeasurement, PowerbandError
+from powerband.evaluate.exams import Exam
+from powerband.evaluate.probes import probes
+from powerband.launchers import local
+from powerband.launchers.local import Prepared
+from powerband.runtime.replica import Replica
+from powerband.tune.levers import ENGINE, WEIGHTS, Key, Levers, key
+
+HELD_OUT = 1_000_000  # seeds from here on are of requests that the search never sees
+_QUICK_SAMPLES = 8  # texts of each class in the cheap gate
+_READY_S, _LONGEST_S = 300.0, 1800.0
+_AS_PUBLISHED = "f16"  # the GGUF that loses nothing of 16-bit weights
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Rig:
+    """What all trials share."""
+
+    model: Model
+    workload: Workload
+    slo: SLO
+    floor: QualityFloor | None
+    levers: Levers
+    folder: Path
+    usd_per_h: float
+    base: Path | None = None
+    requests: int | None = None  # at each load, at the least
+    tasks: dict[str, Exam] = field(default_factory=dict)
+    stopping: threading.Event = field(default_factory=threading.Event)
+    say: Say = lambda _: None
+    judged: dict[Key, Trial] = field(default_factory=dict)  # by the settings that may change answers
+    _reference: Prepared | None = None
+
+    def remember(self, trial: Trial) -> None:
+        """Keep what the gate said: deployments that answer alike need not be asked again."""
+        if trial.quality:
+            self.judged[key(self.levers.answering(trial.settings))] = trial
+
+    async def deployment(self, settings: Settings) -> Deployment[Any]:
+        """Return what these settings amount to; the variant is made if it is not here."""
+        source, scheme = self.model.source, settings.get(WEIGHTS)
+        if scheme and scheme != plan.scheme_of(self.model).name:
+            made = await quantizing.quantize(
+                quantizing.Order(source, scheme), progress=lambda title, *_: self.say(f"{scheme}: {title}")
+            )
+            source = str(made.path)
+        data = {
+            "name": Path(self.model.source).name,
+            "variant": {"source": source, "scheme": scheme},
+            "engine": settings[ENGINE],
+            "config": self.levers.config(settings),
+        }
+        return engines.deployment_type(settings[ENGINE]).model_validate(data)
+
+    async def reference(self) -> Prepared:
+        """Return the published model on an engine that loads it as it is, or as nearly as can be."""
+        if self._reference is None:
+            published = plan.scheme_of(self.model)
+            able = [name for name in self.levers.by_engine if published.format in engines.get(name).formats]
+            engine = able[0] if able else next(iter(self.levers.by_engine))
+            scheme = published.name if able else _AS_PUBLISHED
+            deployment = await self.deployment(self.levers.defaults(engine) | {WEIGHTS: scheme or ""})
+            self._reference = local.prepare(deployment.model_copy(update={"name": "reference"}))
+        return self._reference
+
+    def known_reference(self) -> dict[str, Any]:
+        """Return the deployment that answers were held against, if any were."""
+        return self._reference.deployment.to_data(units=True) if self._reference else {}
+
+    def _asked(self, *, quick: bool) -> gate.Order | None:
+        """Return what the gate asks: quickly, of fidelity alone; or everything. None: there is nothing to ask."""
+        floor = self.floor.model_copy(update={"tasks": {}}) if self.floor and quick else self.floor
+        if floor is None or not (floor.fidelity or floor.tasks):
+            return None
+        if quick:
+            return gate.Order(floor, probes(samples=_QUICK_SAMPLES))
+        return gate.Order(floor, probes(), tasks=self.tasks)
+
+    async def glance(self, prepared: Prepared, replica: Replica) -> Evaluation | None:
+        """Ask a running deployment whether its answers are plainly spoiled."""
+        order = self._asked(quick=True)
+        return await gate.evaluate(await self.reference(), prepared, order, running=replica) if order else None
+
+    async def judge(self, prepared: Prepared) -> Evaluation | None:
+        """Start a deployment and ask it to a verdict, the floor's tasks included."""
+        order = self._asked(quick=False)
+        if order is None:
+            return None
+        return await gate.evaluate(await self.reference(), prepared, order, progress=self._of_quality)
+
+    def _of_quality(self, said: str) -> None:
+        self.say(f"quality: {said}")
+
+    async def climb(
+        self,
+        replica: Replica,
+        prepared: Prepared,
+        folder: Path,
+        *,
+        start_per_s: float | None,
+        seed: int,
+        least_per_s: float | None = None,
+    ) -> Measurement:
+        """Find roughly where the SLO breaks."""
+        asked = {"start_per_s": start_per_s, "least_per_s": least_per_s, "rough": True}
+        found = await self._bench(replica, prepared, folder, self.workload.with_seed(seed), "climb", **asked)
+        if found.interrupted:
+            raise asyncio.CancelledError
+        return found
+
+    async def hold(self, replica: Replica, prepared: Prepared, folder: Path, *, rate_per_s: float, seed: int) -> Level:
+        """Hold one rate, twice as long as a percentile needs."""
+        workload = self.workload.with_seed(seed).at_rate(rate_per_s)
+        found = await self._bench(replica, prepared, folder, workload, "level", blocks=2)
+        return found.levels[-1]
+
+    async def crowd(self, replica: Replica, prepared: Prepared, folder: Path, *, users: int, requests: int) -> Level:
+        """Let so many users ask without a pause."""
+        found = await self._bench(
+            replica, prepared, folder, self.workload.with_users(users), "level", amount=Amount(requests=requests)
+        )
+        return found.levels[-1]
+
+    async def _bench(
+        self,
+        replica: Replica,
+        prepared: Prepared,
+        folder: Path,
+        workload: Workload,
+        profile: bench.Profile,
+        **more: Any,
+    ) -> Measurement:
+        order = bench.Order(
+            workload=workload,
+            slo=self.slo,
+            profile=profile,
+            base=self.base,
+            price_per_h=self.usd_per_h,
+            command=f"powerband tune {self.model.source}",
+            **{"amount": Amount(least=self.requests), **more},
+        )
+        listener = bench.Listener(on_level=lambda level: self.say(f"{level.load}: {level.verdict}"))
+        found = await bench.bench(replica, prepared, order, directory=folder, stopping=self.stopping, listener=listener)
+        (folder / "measurement.json").write_text(found.to_json())
+        return found
+
+    async def attempt(self, number: int, settings: Settings, *, expected: Interval | None, best: Trial | None) -> Trial:
+        """Try settings; whatever goes wrong is a result."""
+        began = time.monotonic()
+        folder = self.folder / f"trial-{number:03d}"
+        folder.mkdir(exist_ok=True)
+        about: dict[str, Any] = {"number": number, "settings": settings, "expected_per_s": expected}
+        try:
+            found = await asyncio.wait_for(self._attempt(settings, folder, expected, best), _LONGEST_S)
+        except DeploymentRefused as error:
+            found = {"outcome": "ruled out", "reason": error.message}
+        except (EngineError, InputError) as error:
+            found = {"outcome": "failed", "reason": _told(error)}
+        except TimeoutError:
+            found = {"outcome": "failed", "reason": f"it did not come to an end within {_LONGEST_S / 60:.0f} minutes"}
+        seconds = round(time.monotonic() - began, 1)
+        return Trial.model_validate(about | found | {"seconds": seconds, "evidence": folder.name})
+
+    async def _attempt(
+        self, settings: Settings, folder: Path, expected: Interval | None, best: Trial | None
+    ) -> dict[str, Any]:
+        alike = self.judged.get(key(self.levers.answering(settings)))
+        if alike and alike.quality == "fail":
+            return {"outcome": "ruled out", "reason": f"trial {alike.number}, which answers alike, is below the floor"}
+        prepared = local.prepare(await self.deployment(settings))
+        if not alike and (order := self._asked(quick=True)):
+            await gate.consult(await self.reference(), order, progress=self._of_quality)
+        self.say("start the engine")
+        async with local.launch(prepared, directory=folder, ready_timeout_s=_READY_S) as replica:
+            seen: dict[str, Any] = {"quality": alike.quality, "kl": alike.kl} if alike else {}
+            if not alike and (judged := await self.glance(prepared, replica)):
+                seen = {"quality": judged.verdict, "kl": _kl(judged)}
+                if judged.verdict == "fail":
+                    return seen | {"outcome": "below the floor", "reason": judged.reason}
+            least = best.knee_per_s if best else None
+            start = least or (0.7 * expected.value if expected and expected.value else None)
+            found = await self.climb(
+                replica, prepared, folder, start_per_s=start, least_per_s=least, seed=self.workload.seed
+            )
+        if all(map(troubled, found.levels)):
+            raise InvalidMeasurement(
+                f"nothing could be measured: {'; '.join(one.sentence for one in found.levels[-1].refused)}",
+                hint="make the machine quiet, and go on with --resume",
+            )
+        if died := next((one.stopped_early for one in found.levels if "died" in (one.stopped_early or "")), None):
+            return seen | {"outcome": "failed", "reason": died}
+        rate = knee(found.levels)
+        if rate is None:
+            return seen | {"outcome": "too slow", "reason": _why(found), "value": self._partly(found)}
+        level = found.levels[found.best] if found.best is not None else found.levels[0]
+        shown = {f"{one.metric} {one.percentile}": one.value_s for one in level.promises if one.value_s is not None}
+        return seen | {"outcome": "kept", "knee_per_s": rate, "value": self.value(rate), "latencies_s": shown}
+
+    def value(self, rate_per_s: float) -> float:
+        """Return the objective: good requests for a dollar."""
+        return rate_per_s * 3600 / self.usd_per_h
+
+    def _partly(self, found: Measurement) -> float:
+        """Return the value of what was answered in time at a rate that did not hold: it tells the search how near."""
+        good = [one.goodput_per_s.value for one in found.levels if one.goodput_per_s]
+        return self.value(0.9 * min(good, default=0.0))
+
+
+def _kl(judged: Evaluation) -> float | None:
+    return next((one.found.value for one in judged.figures if one.name == "kl_mean" and not one.kind), None)
+
+
+def _why(found: Measurement) -> str:
+    lowest = min(found.levels, key=lambda level: level.rate_per_s or 0.0, default=None)
+    if lowest is None:
+        return "nothing was measured"
+    late = [
+        f"{one.metric.upper()} {one.percentile} {one.value_s * 1e3:.0f} ms"
+        for one in lowest.promises
+        if one.value_s is not None and one.value_s > one.limit_s
+    ]
+    return f"{lowest.verdict} at {lowest.load}" + (f": {', '.join(late)}" if late else "")
+
+
+def _told(error: PowerbandError) -> str:
+    return error.message.splitlines()[0]

@@ -1,0 +1,147 @@
+"""Which settings to try next: the engines as they come, what the plan puts first, then Optuna's advice.
+
+The search has no memory of its own: it is a function of the trials so far, so a killed study goes on where it was.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from powerband.core.statistics import Interval
+from powerband.core.study import Settings, Trial
+from powerband.errors import InputError
+from powerband.tune.levers import ENGINE, Levers, key
+
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
+
+_SEEDS = 3  # of the plan's ranking, before anybody's advice
+_IMAGINED = 40  # settings with what the plan expects of them, told to the adviser as if they had been tried
+_ASKS = 40  # for settings that were not tried
+_FAILURES = 3  # after so many, and no success, a setting is held to be broken
+
+Expected = Callable[[Settings], Interval | None]
+
+
+class Search:
+    """Advice, from what was expected and what was found."""
+
+    def __init__(self, levers: Levers, *, expected: Expected = lambda _: None, seed: int = 0) -> None:
+        self.levers, self.seed = levers, seed
+        self.everything = list(levers)
+        self.expected = {key(one): expected(one) for one in self.everything}
+        self.ranking = sorted(self.everything, key=lambda one: (-self._rate(one), len(levers.turned(one))))
+
+    def next(self, trials: Sequence[Trial]) -> Settings | None:
+        """Return settings that were not tried and may work; None where there are none."""
+        tried = {key(one.settings) for one in trials}
+        broken = _broken(trials)
+
+        def fresh(settings: Settings) -> bool:
+            return key(settings) not in tried and not broken.intersection(_pairs(settings))
+
+        for engine in self.levers.by_engine:
+            if fresh(default := self.levers.defaults(engine)):
+                return default
+        started = sum(one.outcome != "ruled out" for one in trials)
+        if started < len(self.levers.by_engine) + _SEEDS and (seed := self._seed(trials, fresh)):
+            return seed
+        for settings in self._advice(trials):
+            if fresh(settings):
+                return settings
+        return next(filter(fresh, self.ranking), None)
+
+    def expectation(self, settings: Settings) -> Interval | None:
+        """Return what the plan expects of settings."""
+        return self.expected[key(settings)]
+
+    def _rate(self, settings: Settings) -> float:
+        """Return the expected rate, as exactly as anybody can tell."""
+        found = self.expectation(settings)
+        return float(f"{found.value:.2g}") if found else 0.0
+
+    def _seed(self, trials: Sequence[Trial], fresh: Callable[[Settings], bool]) -> Settings | None:
+        """Return what the plan expects most of, unlike what was tried: the plan cannot tell twins apart."""
+        known = {self._rate(one.settings) for one in trials}
+        return next((one for one in self.ranking if self._rate(one) not in {*known, 0.0} and fresh(one)), None)
+
+    def _advice(self, trials: Sequence[Trial]) -> Iterator[Settings]:
+        """Ask Optuna, which is told what the plan imagines first, and then what was found."""
+        optuna = _optuna()
+        with warnings.catch_warnings():  # that these two are experimental
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            sampler = optuna.samplers.TPESampler(
+                multivariate=True, group=True, n_startup_trials=5, seed=self.seed * 10_007 + len(trials)
+            )
+        study = optuna.create_study(direction="maximize", sampler=sampler)
+        for settings, value in [*self._imagined(trials), *((one.settings, one.value) for one in trials)]:
+            study.add_trial(self._told(settings, value))
+        for _ in range(_ASKS):
+            asked = study.ask()
+            engine = asked.suggest_categorical(ENGINE, list(self.levers.by_engine))
+            settings = {ENGINE: engine}
+            for lever in self.levers.by_engine[engine]:
+                settings[lever.name] = asked.suggest_categorical(f"{engine} {lever.name}", list(lever.settings))
+            yield settings
+
+    def _imagined(self, trials: Sequence[Trial]) -> list[tuple[Settings, float]]:
+        """Return some settings with what the plan expects of them, the best last: to Optuna the last count most.
+
+        Expectations are brought to the scale of what was found: by how much the plan was off so far on each engine.
+        """
+        believed = [one for one in self.ranking if self._rate(one)]
+        if not believed:
+            return []
+        rng = random.Random(f"imagined {self.seed}")
+        chosen = rng.sample(believed, min(_IMAGINED, len(believed)))
+        scale = self._scale(trials)
+        return [(one, scale[one[ENGINE]] * self._rate(one)) for one in sorted(chosen, key=self._rate)]
+
+    def _scale(self, trials: Sequence[Trial]) -> Mapping[str, float]:
+        """Return the objective's value for each expected request per second, by engine."""
+        ratios: dict[str, list[float]] = {engine: [] for engine in self.levers.by_engine}
+        for one in trials:
+            if one.value and self._rate(one.settings):
+                ratios[one.settings[ENGINE]].append(one.value / self._rate(one.settings))
+        every = [ratio for found in ratios.values() for ratio in found]
+        usual = statistics.median(every) if every else 1.0
+        return {engine: statistics.median(found) if found else usual for engine, found in ratios.items()}
+
+    def _told(self, settings: Settings, value: float) -> FrozenTrial:
+        optuna = _optuna()
+        engine = settings[ENGINE]
+        choices: dict[str, Any] = {ENGINE: list(self.levers.by_engine)}
+        parameters: dict[str, Any] = {ENGINE: engine}
+        for lever in self.levers.by_engine[engine]:
+            choices[f"{engine} {lever.name}"] = list(lever.settings)
+            parameters[f"{engine} {lever.name}"] = settings[lever.name]
+        distributions = {name: optuna.distributions.CategoricalDistribution(held) for name, held in choices.items()}
+        told: FrozenTrial = optuna.trial.create_trial(params=parameters, distributions=distributions, value=value)
+        return told
+
+
+def _pairs(settings: Settings) -> set[tuple[str, str, str]]:
+    return {(settings[ENGINE], name, setting) for name, setting in settings.items() if name != ENGINE}
+
+
+def _broken(trials: Sequence[Trial]) -> set[tuple[str, str, str]]:
+    """Return settings that never worked, and either were alone to blame for a failure or were in several."""
+    worked = {pair for one in trials if one.outcome not in ("failed", "ruled out") for pair in _pairs(one.settings)}
+    suspects = [_pairs(one.settings) - worked for one in trials if one.outcome == "failed"]
+    often = Counter(pair for found in suspects for pair in found)
+    alone = {pair for found in suspects if len(found) == 1 for pair in found}
+    return alone | {pair for pair, times in often.items() if times >= _FAILURES}
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError:
+        raise InputError("tuning needs Optuna", hint="run: pip install 'powerband[tune]'") from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna

@@ -1,0 +1,177 @@
+"""The stage `verify`: does a recipe still hold here?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from powerband import bench
+from powerband import evaluate as gate
+from powerband.bench.profiles import Amount, keeps, troubled
+from powerband.core.deployment import Deployment
+from powerband.core.measurement import Level
+from powerband.core.recipe import Recipe
+from powerband.core.units import about_bytes
+from powerband.errors import DeploymentRefused, EngineError, PowerbandError
+from powerband.evaluate.exams import Exam
+from powerband.evaluate.probes import probes
+from powerband.launchers import local
+from powerband.launchers.local import Prepared
+from powerband.runtime import weights
+from powerband.runtime.replica import Replica
+from powerband.store import documents
+
+_SEED = 2_000_000  # requests that neither the search nor the proof saw
+_MEMORY_SPARE, _MEMORY_ROOM = 1.2, 256 * 2**20
+
+Found = Literal["holds", "broken", "cannot say"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One promise of the recipe, and what came of it."""
+
+    promise: str
+    found: Found
+    said: str
+
+
+@dataclass
+class Verified:
+    """What `verify` found."""
+
+    checks: list[Check] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def found(self) -> Found:
+        """Return the verdict: one broken promise breaks the recipe."""
+        every = {one.found for one in self.checks}
+        return "broken" if "broken" in every else "cannot say" if "cannot say" in every else "holds"
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to prove again."""
+
+    recipe: Recipe
+    tasks: dict[str, Exam] = field(default_factory=dict)
+    engine_path: str | None = None
+    base: Path | None = None
+    seed: int = 0
+
+
+async def verify(order: Order, *, folder: Path, say: Callable[[str], None] = lambda _: None) -> Verified:
+    """Start it, hold its answers against the reference and its latencies against the SLO, and weigh it."""
+    recipe, found = order.recipe, Verified()
+    deployment = deployed(recipe.deployment)
+    try:
+        now = weights.digest(deployment.variant.source)
+        if now != recipe.weights_digest:
+            found.checks.append(Check("weights", "broken", "they are not those that the recipe was proven with"))
+        say("start the engine")
+        prepared = local.prepare(deployment, engine_path=order.engine_path)
+        found.notes += _differences(recipe, prepared)
+        try:
+            judging = await _judging(order, say)
+        except PowerbandError as error:
+            judging = None
+            found.checks.append(Check("quality", "cannot say", f"the reference: {error.message}"))
+        async with local.launch(prepared, directory=folder) as replica:
+            found.checks.append(Check("start", "holds", "the engine starts and is ready"))
+            if judging:
+                found.checks.append(await _quality(judging, prepared, replica, say))
+            say(f"hold {recipe.promise.rate_per_s:.3g}/s")
+            level = await _hold(order, prepared, replica, folder)
+            found.checks.append(_latency(level))
+            if recipe.promise.memory_bytes and replica.process:
+                found.checks.append(_memory(replica.process.memory_bytes(), recipe.promise.memory_bytes))
+    except (EngineError, DeploymentRefused) as error:
+        found.checks.append(Check("start", "broken", error.message))
+    return found
+
+
+def deployed(data: dict[str, Any]) -> Deployment[Any]:
+    """Return the deployment that a recipe holds."""
+    kind = documents.document_type(Deployment.kind, data, source="the recipe")
+    found = kind.validate_data(data, source="the recipe's deployment", lines={})
+    assert isinstance(found, Deployment)
+    return found
+
+
+def _differences(recipe: Recipe, prepared: Prepared) -> list[str]:
+    """Say what is not as it was when the recipe was proven."""
+    machine = recipe.provenance.get("machine", {})
+    pairs = {
+        "engine version": (recipe.engine_version, prepared.installation.version),
+        "engine build": (recipe.provenance.get("engine_build"), prepared.installation.build),
+        "CPU": (machine.get("cpu"), prepared.host.cpu_name),
+        "cores": (machine.get("cores"), len(prepared.host.cores)),
+        "GPUs": (machine.get("gpus"), [gpu.name for gpu in prepared.host.gpus]),
+    }
+    return [f"{name}: {was} then, {now} now" for name, (was, now) in pairs.items() if was != now]
+
+
+@dataclass(frozen=True)
+class Judging:
+    """Whom answers are held against, and what is asked."""
+
+    reference: Prepared
+    asked: gate.Order
+
+
+async def _judging(order: Order, say: Callable[[str], None]) -> Judging | None:
+    """Ask the reference first, where the recipe promises quality: beside the candidate it would be in its way."""
+    floor, reference = order.recipe.promise.quality, order.recipe.reference
+    if floor is None or not reference:
+        return None
+    found = Judging(local.prepare(deployed(reference)), gate.Order(floor, probes(), tasks=order.tasks, again=True))
+    await gate.consult(found.reference, found.asked, progress=lambda said: say(f"quality: {said}"))
+    return found
+
+
+async def _quality(judging: Judging, prepared: Prepared, replica: Replica, say: Callable[[str], None]) -> Check:
+    try:
+        judged = await gate.evaluate(
+            judging.reference,
+            prepared,
+            judging.asked,
+            running=replica,
+            progress=lambda said: say(f"quality: {said}"),
+        )
+    except PowerbandError as error:
+        return Check("quality", "cannot say", error.message)
+    verdicts: dict[str, Found] = {"pass": "holds", "fail": "broken", "undecided": "cannot say"}
+    return Check("quality", verdicts[judged.verdict], judged.reason)
+
+
+async def _hold(order: Order, prepared: Prepared, replica: Replica, folder: Path) -> Level:
+    recipe = order.recipe
+    workload = recipe.workload.with_seed(_SEED + order.seed).at_rate(recipe.promise.rate_per_s)
+    asked = bench.Order(workload=workload, slo=recipe.promise.slo, blocks=2, amount=Amount(), base=order.base)
+    found = await bench.bench(replica, prepared, asked, directory=folder)
+    (folder / "measurement.json").write_text(found.to_json())
+    return found.levels[-1]
+
+
+def _latency(level: Level) -> Check:
+    told = [
+        f"{one.metric.upper()} {one.percentile} {one.value_s * 1e3:.0f} ms of {one.limit_s * 1e3:.0f}"
+        for one in level.promises
+        if one.value_s is not None
+    ]
+    said = f"at {level.load}: {', '.join(told) or level.verdict}"
+    if keeps(level):
+        return Check("SLO", "holds", said)
+    if troubled(level):
+        return Check("SLO", "cannot say", "; ".join(one.sentence for one in level.refused))
+    if level.keeps_slo:
+        said = f"at {level.load}: {'; '.join(one.sentence for one in level.refused) or level.verdict}"
+    return Check("SLO", "broken", said)
+
+
+def _memory(now: int, then: int) -> Check:
+    said = f"{about_bytes(now)}, and {about_bytes(then)} when it was proven"
+    return Check("memory", "holds" if now <= _MEMORY_SPARE * then + _MEMORY_ROOM else "broken", said)

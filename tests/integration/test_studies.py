@@ -1,0 +1,85 @@
+"""A whole study over the golden server: the search, a crash among its levers, the contest, the recipe, and a kill."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from powerband.core.recipe import Recipe
+from powerband.core.study import Study
+from powerband.store import documents
+
+WORKLOAD = """
+powerband: workload/1
+name: quick
+arrivals: {process: poisson, rate_per_s: 10}
+prompt: {shape: fixed, tokens: 8}
+output: {shape: fixed, tokens: 4}
+"""
+SLO = "powerband: slo/1\nttft: {p95: 300ms}\n"
+
+
+def argv(folder: Path, *more: str) -> list[str]:
+    (folder / "w.yaml").write_text(WORKLOAD)
+    (folder / "s.yaml").write_text(SLO)
+    return [
+        sys.executable, "-m", "powerband", "tune", "golden", "--engine", "fake", "--quality", "none",
+        "--workload", str(folder / "w.yaml"), "--slo", str(folder / "s.yaml"), "--requests", "100",
+        "--trials", "4", "--budget", "60s", "--output", str(folder / "study"), *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tune, kill it in its second trial, and go on."""
+    folder = tmp_path_factory.mktemp("tune")
+    process = subprocess.Popen(argv(folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    journal = folder / "study" / "trials.jsonl"
+    deadline = time.monotonic() + 120
+    while not (journal.exists() and journal.read_text().count("\n")) and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.2)
+    time.sleep(2)
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    psutil.wait_procs(family, timeout=10)
+    assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    first = journal.read_text()
+    done = subprocess.run(argv(folder, "--resume"), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert journal.read_text().startswith(first)
+    return folder / "study"
+
+
+def test_a_killed_study_goes_on_and_ends_in_a_recipe(folder: Path) -> None:
+    study, recipe = documents.of(Study, folder / "study.json"), documents.of(Recipe, folder / "recipe.yaml")
+    assert [one.number for one in study.trials] == [1, 2, 3, 4]
+    assert study.trials[0].settings == {"engine": "fake", "places": "4", "pace": "20ms", "fault": "none"}
+    assert recipe.promise.rate_per_s > 1
+    assert recipe.validity["prompt_tokens"].low == 8
+    assert set(recipe.evidence) >= {"study.json", "trials.jsonl", "finals.jsonl"}
+    assert "golden" in recipe.command
+    page = (folder / "report.html").read_text()
+    assert recipe.says in page and "Everything that was tried" in page
+
+
+def test_the_recipe_is_proven_again_and_a_slower_one_is_not(folder: Path) -> None:
+    again = [sys.executable, "-m", "powerband", "verify", str(folder / "recipe.yaml"), "--json"]
+    holds = subprocess.run(again, capture_output=True, text=True, check=False)
+    assert holds.returncode == 0 and json.loads(holds.stdout)["found"] == "holds", holds.stdout
+    slow = subprocess.run([*again, "--set", "max_num_seqs=1"], capture_output=True, text=True, check=False)
+    assert slow.returncode == 4, slow.stdout
+    checks = json.loads(slow.stdout.splitlines()[0])["checks"]
+    assert [one["promise"] for one in checks if one["found"] == "broken"] == ["SLO"]
+
+
+def test_a_study_is_not_written_over(folder: Path) -> None:
+    done = subprocess.run(argv(folder.parent), capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "--resume" in done.stderr

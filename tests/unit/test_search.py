@@ -1,0 +1,260 @@
+"""The search, the contest and the journal: what decides between deployments, without starting one."""
+
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from powerband.bench.profiles import climb, knee
+from powerband.core.engine import Lever
+from powerband.core.measurement import GRID, Distribution, Level, Promise, Timeline
+from powerband.core.recipe import Recipe
+from powerband.core.slo import SLO
+from powerband.core.statistics import Interval
+from powerband.core.study import Drafted, Settings, Trial
+from powerband.core.workload import Workload
+from powerband.engines.vllm import VllmConfig
+from powerband.store import documents
+from powerband.store.journal import Journal
+from powerband.tune import contest
+from powerband.tune.drafts import best, schedule, worthwhile
+from powerband.tune.levers import Levers, key
+from powerband.tune.search import Search
+
+LEVERS = Levers(
+    {
+        "one": (
+            Lever(name="weights", settings={"f16": {}, "q8": {}, "q4": {}}, spoils=True),
+            Lever(name="slots", settings={"4": {}, "8": {"parallel": 8}, "16": {"parallel": 16}}),
+            Lever(name="chunk", settings={"big": {}, "small": {"batch_size": 128}}),
+        ),
+        "two": (
+            Lever(name="weights", settings={"bf16": {}, "int8": {}}, spoils=True),
+            Lever(name="batch", settings={"128": {}, "8": {"max_num_seqs": 8}, "32": {"max_num_seqs": 32}}),
+        ),
+    },
+    {"one": {}, "two": {"kv": 4}},
+)
+
+
+def truth(settings: Settings) -> float:
+    """A landscape in which engine one at q4, 8 slots and small chunks is best, and the plan misjudges chunks."""
+    if settings["engine"] == "two":
+        return {"bf16": 2.0, "int8": 2.6}[settings["weights"]] * {"128": 1.0, "8": 0.7, "32": 1.1}[settings["batch"]]
+    rate = {"f16": 2.0, "q8": 3.0, "q4": 3.6}[settings["weights"]] * {"4": 0.8, "8": 1.0, "16": 0.9}[settings["slots"]]
+    return rate * (1.2 if settings["chunk"] == "small" else 1.0)
+
+
+def planned(settings: Settings) -> Interval:
+    rate = truth({**settings, "chunk": "big"} if "chunk" in settings else settings) * 1.4
+    return Interval(rate, rate / 2, rate * 2)
+
+
+def study(search: Search, trials: int, value: Callable[[Settings], float] = truth) -> list[Trial]:
+    found: list[Trial] = []
+    while len(found) < trials and (settings := search.next(found)):
+        rate = value(settings)
+        outcome = "kept" if rate else "failed"
+        found.append(Trial(number=len(found) + 1, settings=settings, outcome=outcome, knee_per_s=rate, value=rate))
+    return found
+
+
+def test_settings_are_knobs_and_remember_the_defaults() -> None:
+    settings = {"engine": "one", "weights": "q8", "slots": "8", "chunk": "big"}
+    assert LEVERS.defaults("one") == {"engine": "one", "weights": "f16", "slots": "4", "chunk": "big"}
+    assert LEVERS.turned(settings) == {"weights": "q8", "slots": "8"}
+    assert LEVERS.config(settings) == {"parallel": 8}
+    assert LEVERS.config(LEVERS.defaults("two")) == {"kv": 4}
+    assert LEVERS.answering(settings) == {"engine": "one", "weights": "q8"}
+    assert len(LEVERS) == 18 + 6 == len({key(one) for one in LEVERS})
+
+
+def test_the_search_begins_with_the_engines_as_they_come_and_then_asks_the_plan() -> None:
+    first = study(Search(LEVERS, expected=planned), 4)
+    assert [one.settings for one in first[:2]] == [LEVERS.defaults("one"), LEVERS.defaults("two")]
+    assert first[2].settings["weights"] == "q4" and first[2].settings["slots"] == "8"
+    assert planned(first[3].settings).value < planned(first[2].settings).value
+
+
+def test_the_search_never_repeats_itself_and_ends_with_the_space() -> None:
+    whole = study(Search(LEVERS), 100)
+    assert len(whole) == len(LEVERS) == len({key(one.settings) for one in whole})
+
+
+def test_a_killed_search_goes_on_as_if_nothing_had_happened() -> None:
+    whole = study(Search(LEVERS, expected=planned, seed=3), 9)
+    again = Search(LEVERS, expected=planned, seed=3)
+    assert again.next(whole[:7]) == whole[7].settings
+
+
+def test_the_plan_makes_the_search_quicker_than_chance() -> None:
+    best = max(map(truth, LEVERS))
+    ours, lots = [], []
+    for seed in range(10):
+        ours.append(max(one.value for one in study(Search(LEVERS, expected=planned, seed=seed), 8)) / best)
+        drawn = random.Random(seed).sample(list(LEVERS), 8)
+        lots.append(max(map(truth, drawn)) / best)
+    assert sum(one >= 0.95 for one in ours) >= 9
+    assert sum(ours) > sum(lots)
+
+
+def test_settings_that_alone_explain_a_failure_are_not_tried_again() -> None:
+    def value(settings: Settings) -> float:
+        return 0.0 if settings.get("slots") == "16" else truth(settings)
+
+    tried = study(Search(LEVERS, expected=planned), 20, value)
+    assert sum(one.settings.get("slots") == "16" for one in tried) <= 3
+
+
+def test_drafts_are_chosen_by_the_number_of_users_and_left_away_where_they_lose() -> None:
+    speeds = {1: {0: 50, 4: 80, 12: 90}, 2: {0: 80, 4: 110, 12: 100}, 4: {0: 120, 4: 121, 12: 90}, 8: {0: 150, 4: 120}}
+    found = [
+        Drafted(
+            engine="vllm",
+            setting=f"n-gram {drafts}" if drafts else "off",
+            drafts=drafts,
+            users=users,
+            tokens_per_s=speed,
+        )
+        for users, by_drafts in speeds.items()
+        for drafts, speed in by_drafts.items()
+    ]
+    assert best(found) == {1: 12, 2: 4, 4: 0, 8: 0}
+    assert schedule(best(found), most=64) == ((1, 1, 12), (2, 3, 4), (4, 64, 0))
+    lever = Lever(name="speculation", settings={"off": {}, "n-gram 4": {"k": 4}, "n-gram 12": {"k": 12}}, drafts=True)
+    kept = worthwhile(lever, found)
+    assert list(kept.settings) == ["off", "n-gram 12", "n-gram 4", "n-gram by batch"]
+    config = kept.settings["n-gram by batch"]["speculative_config"]
+    assert VllmConfig(speculative_config=config).speculative_config is not None
+    losing = [one.model_copy(update={"tokens_per_s": 50.0}) if one.drafts else one for one in found]
+    own = Levers({"vllm": (*LEVERS.by_engine["two"], lever)}, {"vllm": {}})
+    assert len(own.with_lever("vllm", worthwhile(lever, losing)).by_engine["vllm"]) == 2
+
+
+def test_rounds_are_taken_in_turns() -> None:
+    assert list(contest.turns("AB", 2)) == [(0, "A"), (0, "B"), (1, "B"), (1, "A")]
+
+
+@pytest.mark.parametrize(("contenders", "rounds"), [(2, 4), (3, 3), (5, 3)])
+def test_a_tie_is_called_a_tie(contenders: int, rounds: int) -> None:
+    rng, claimed, runs = random.Random(contenders), 0, 2000
+    for _ in range(runs):
+        drift = [rng.gauss(0, 0.3) for _ in range(rounds)]
+        knees = {
+            name: [math.exp(drift[number] + rng.gauss(0, 0.08)) for number in range(rounds)]
+            for name in "ABCDE"[:contenders]
+        }
+        found = contest.ratio(knees, "A", "B")
+        claimed += found.low > 1 or found.high < 1
+    assert 0.03 <= claimed / runs <= 0.065
+
+
+def test_a_difference_beyond_the_noise_is_told() -> None:
+    found = contest.ratio({"A": [3.0, 3.3, 2.8, 3.1], "B": [2.0, 2.1, 1.95, 2.0]}, "A", "B")
+    assert found.low > 1 and found.low < 1.5 < found.high
+    assert contest.ratio({"A": [2.0], "B": [1.0]}, "A", "B").low == 0.0
+
+
+def level(rate: float, p95: float, *, achieved: float | None = None, limit: float = 1.0) -> Level:
+    grid = tuple(p95 * share / 0.95 for share in GRID)
+    mean = Interval(p95 / 2, p95 / 2, p95 / 2)
+    share = Interval(0.99 if p95 <= limit else 0.8, 0.7, 1.0)
+    return Level(
+        rate_per_s=rate,
+        seeds=(0,),
+        warmup_s=1,
+        window_s=10,
+        requests=100,
+        failed=0,
+        achieved_per_s=achieved or rate,
+        promises=(Promise(metric="ttft", percentile="p95", limit_s=limit, value_s=p95, share=share, verdict="kept"),),
+        prompt_tokens_per_s=1,
+        output_tokens_per_s=1,
+        tokens_per_chunk=1,
+        latencies={"ttft": Distribution(count=100, effective=100, mean=mean, percentiles={}, grid=grid)},
+        client={},
+        timeline=Timeline(at_s=(), in_flight=()),
+        verdicts=(),
+    )
+
+
+def test_the_knee_lies_where_the_bound_is_met() -> None:
+    found = knee([level(2.0, 0.5), level(2.6, 2.0)])
+    assert found == pytest.approx(math.sqrt(2.0 * 2.6), rel=1e-6)  # half and twice the bound: half way, in logarithms
+    assert knee([level(2.0, 0.5)]) == 2.0
+    assert knee([level(2.0, 1.5)]) is None
+    assert 2.0 < (knee([level(2.0, 0.99), level(2.6, 4.0)]) or 0.0) < 2.05
+
+
+def test_a_rough_climb_brackets_the_knee_and_gives_up_below_what_is_wanted() -> None:
+    workload = Workload.model_validate(
+        {
+            "arrivals": {"process": "poisson", "rate_per_s": 1},
+            "prompt": {"shape": "fixed", "tokens": 10},
+            "output": {"shape": "fixed", "tokens": 10},
+        }
+    )
+    from powerband.bench.profiles import Amount
+
+    def run(start: float, least: float) -> list[float]:
+        slo = SLO.model_validate({"ttft": {"p95": "1s"}})
+        steps = climb(workload, slo, Amount(requests=100), start_per_s=start, least_per_s=least, rough=True)
+        rates = []
+        plan, _ = next(steps)
+        try:
+            while True:
+                rate = plan.requests / plan.window_s
+                rates.append(round(rate, 3))
+                plan, _ = steps.send(level(rate, 0.5 if rate <= 3 else 2.0))
+        except StopIteration:
+            return rates
+
+    assert run(2.5, 0.0) == [2.5, 3.25]
+    assert run(4.0, 0.0) == [4.0, 3.077, 2.076, 2.527]
+    assert run(4.0, 4.0) == [4.0]
+
+
+def test_a_journal_forgets_a_line_that_was_being_written(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "notes.jsonl")
+    journal.add({"number": 1})
+    journal.add({"number": 2})
+    with journal.path.open("a") as stream:
+        stream.write('{"number": ')
+    assert journal.read() == [{"number": 1}, {"number": 2}]
+    journal.add({"number": 3})
+    assert [json.loads(line)["number"] for line in journal.path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_recipe_is_a_file_that_reads_back() -> None:
+    ratio = {"value": 1.5, "low": 1.2, "high": 1.9}
+    data = {
+        "says": "better",
+        "model": "m",
+        "model_digest": "a",
+        "scheme": "q8_0",
+        "weights_digest": "b",
+        "engine_version": "1",
+        "deployment": {"powerband": "deployment/1", "engine": "fake", "variant": {"source": "m"}},
+        "settings": {"engine": "fake"},
+        "promise": {
+            "slo": {"ttft": {"p95": "1s"}},
+            "rate_per_s": 2.0,
+            "attainment": {"value": 0.99, "low": 0.97, "high": 1.0},
+        },
+        "workload": {
+            "arrivals": {"process": "poisson", "rate_per_s": 1},
+            "prompt": {"shape": "fixed", "tokens": 10},
+            "output": {"shape": "fixed", "tokens": 10},
+        },
+        "validity": {"turns": {"low": 1, "high": 1}},
+        "usd_per_h": 0.09,
+        "usd_per_1m_tokens": 0.4,
+        "against": [{"name": "d", "settings": {}, "knee_per_s": 1.0, "ratio": ratio}],
+        "command": "llama-server",
+    }
+    recipe = Recipe.model_validate(data)
+    again = documents.parse(recipe.to_text(), source="recipe.yaml")
+    assert isinstance(again, Recipe) and again.digest() == recipe.digest()
