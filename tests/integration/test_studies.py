@@ -72,7 +72,10 @@ def test_a_killed_study_goes_on_and_ends_in_a_recipe(folder: Path) -> None:
 
 def test_the_recipe_is_proven_again_and_a_slower_one_is_not(folder: Path) -> None:
     again = [sys.executable, "-m", "powerband", "verify", str(folder / "recipe.yaml"), "--json"]
-    holds = subprocess.run(again, capture_output=True, text=True, check=False)
+    for _ in range(3):  # a shared machine is not always quiet enough to say anything
+        holds = subprocess.run(again, capture_output=True, text=True, check=False)
+        if holds.returncode != 3:
+            break
     assert holds.returncode == 0 and json.loads(holds.stdout)["found"] == "holds", holds.stdout
     slow = subprocess.run([*again, "--set", "max_num_seqs=1"], capture_output=True, text=True, check=False)
     assert slow.returncode == 4, slow.stdout

@@ -66,12 +66,13 @@ def bench(
         return Outcome(done.returncode, json.loads(file.read_text()) if file.exists() else {}, done.stdout, done.stderr)
 
 
-def undisturbed(run: Callable[[], Outcome], *, tries: int = 3) -> Outcome:
+def undisturbed(run: Callable[[], Outcome], *, tries: int = 5) -> Outcome:
     """Run until the machine was quiet: a shared one is not always, and then the guards are right to object."""
     for left in range(tries - 1, -1, -1):
         outcome = run()
         if not outcome.refused & {"foreign load", "client", "steady state"} or not left:
             return outcome
+        time.sleep(10)
     raise AssertionError("unreachable")
 
 

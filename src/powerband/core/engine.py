@@ -157,6 +157,9 @@ class Space(Value):
     """The levers worth searching on a machine, and the knobs that a deployment needs there whatever they are."""
 
     always: dict[str, Any] = Field(default_factory=dict)
+    sooner: dict[str, Any] = Field(
+        default_factory=dict, description="what makes a start quick where speed is no matter"
+    )
     levers: tuple[Lever, ...]
 
 

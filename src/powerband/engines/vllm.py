@@ -204,7 +204,7 @@ class Vllm(Engine[VllmConfig]):
         ]
         if not gpu:
             levers.append(Lever(name="cores", settings={"all but one": {}, "all": {"VLLM_CPU_NUM_OF_RESERVED_CPU": 0}}))
-            return Space(always={"kv_cache_memory_bytes": _CPU_KV_BYTES}, levers=tuple(levers))
+            return Space(always={"kv_cache_memory_bytes": _CPU_KV_BYTES}, sooner=_EAGER, levers=tuple(levers))
         heads = model.shape.heads if model.shape else 1
         ways = [n for n in (2, 4, 8) if n <= len(host.gpus) and heads % n == 0]
         if ways:
@@ -212,7 +212,7 @@ class Vllm(Engine[VllmConfig]):
                 f"{n} GPUs": {"tensor_parallel_size": n} for n in ways
             }
             levers.append(Lever(name="parallelism", settings=settings))
-        return Space(always={"max_model_len": context}, levers=tuple(levers))
+        return Space(always={"max_model_len": context}, sooner=_EAGER, levers=tuple(levers))
 
     def drafts_by_batch(self, schedule: Sequence[tuple[int, int, int]]) -> dict[str, Any] | None:
         """It takes the table as it is."""
@@ -359,6 +359,7 @@ class Vllm(Engine[VllmConfig]):
         return Command(argv=(*argv, *knobs.arguments(config)), env=env | knobs.environment(config))
 
 
+_EAGER = {"enforce_eager": True}
 _BY_BATCH = "num_speculative_tokens_per_batch_size"
 _CPU_TORCH = "2.13.0"
 _CPU_KV_BYTES = 4 * 2**30  # where nothing is said it takes nearly all memory, which a machine for more has not

@@ -7,7 +7,7 @@ from typing import Any
 
 from powerband.core.deployment import Deployment, EngineConfig, Variant
 from powerband.core.engine import Footprint, Gauges, Installation
-from powerband.core.host import Host
+from powerband.core.host import Gpu, Host
 from powerband.core.model import Model
 from powerband.engines import knobs, rules
 from powerband.engines.base import Engine
@@ -21,6 +21,13 @@ HOST = Host(
     memory_bytes=24 * 2**30,
     available_bytes=20 * 2**30,
     instruction_sets=frozenset({"avx2"}),
+)
+GPU_HOST = HOST.model_copy(
+    update={
+        "gpus": tuple(
+            Gpu(index=n, name="a GPU", memory_bytes=80 * 2**30, free_bytes=80 * 2**30, driver="") for n in (0, 1)
+        )
+    }
 )
 MODEL = Model(
     source="/models/small",
@@ -44,6 +51,9 @@ def check_engine(engine: Engine[Any]) -> None:
     _footprint(engine)
     _words(engine)
     _gauges(engine)
+    if not engine.attaches:
+        for host in (HOST, GPU_HOST):
+            _space(engine, host)
 
 
 def _deployment(engine: Engine[Any], **config: Any) -> Deployment[Any]:
@@ -95,6 +105,17 @@ def _words(engine: Engine[Any]) -> None:
         re.compile(phase.pattern)
     assert engine.diagnose("") is None, "an empty log says nothing"
     assert engine.diagnose("INFO: everything is fine\n") is None
+
+
+def _space(engine: Engine[Any], host: Host) -> None:
+    space = engine.space(model=MODEL, host=host, context=2048)
+    assert len({one.name for one in space.levers}) == len(space.levers), "two levers have one name"
+    engine.config_type.model_validate(space.always | space.sooner)
+    for lever in space.levers:
+        assert len(lever.settings) > 1, f"{lever.name} has nothing to turn"
+        assert next(iter(lever.settings.values())) == {}, f"{lever.name}: the first setting is the engine's own"
+        for knobs_set in lever.settings.values():
+            engine.config_type.model_validate(space.always | knobs_set)
 
 
 def _gauges(engine: Engine[Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from powerband import engines, plan
@@ -24,6 +24,7 @@ class Levers:
 
     by_engine: Mapping[str, tuple[Lever, ...]]
     always: Mapping[str, Mapping[str, Any]]
+    sooner: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # what makes a start quick
 
     def defaults(self, engine: str) -> Settings:
         """Return an engine as it comes: nothing quantized, nothing turned."""
@@ -77,7 +78,7 @@ def levers(
     drafts: bool = True,
 ) -> Levers:
     """Return the levers of the wanted engines on this machine, those that guess tokens only where that is wanted."""
-    by_engine, always = {}, {}
+    by_engine, always, sooner = {}, {}, {}
     for name in wanted:
         engine = engines.get(name)
         space = engine.space(model=model, host=host, context=context)
@@ -88,13 +89,13 @@ def levers(
                 continue
             settings: dict[str, dict[str, Any]] = {one: {} for one in numbers}
             found = (Lever(name=WEIGHTS, settings=settings, spoils=True), *found)
-        by_engine[name], always[name] = found, space.always
+        by_engine[name], always[name], sooner[name] = found, space.always, space.sooner
     if not by_engine:
         raise InputError(
             f"none of {', '.join(wanted)} can load {model.source} in a scheme that was asked for",
             hint="name other schemes, or leave --scheme away",
         )
-    return Levers(by_engine, always)
+    return Levers(by_engine, always, sooner)
 
 
 def _schemes(model: Model, host: Host, formats: Collection[str], wanted: Sequence[str]) -> list[str]:

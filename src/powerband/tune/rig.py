@@ -87,7 +87,8 @@ class Rig:
             engine = able[0] if able else next(iter(self.levers.by_engine))
             scheme = published.name if able else _AS_PUBLISHED
             deployment = await self.deployment(self.levers.defaults(engine) | {WEIGHTS: scheme or ""})
-            self._reference = local.prepare(deployment.model_copy(update={"name": "reference"}))
+            config = deployment.config.model_copy(update=dict(self.levers.sooner[engine]))
+            self._reference = local.prepare(deployment.model_copy(update={"name": "reference", "config": config}))
         return self._reference
 
     def known_reference(self) -> dict[str, Any]:
