@@ -167,7 +167,7 @@ async def _crown(
     if rival is None:
         return best, f"{best.name} keeps both promises; no engine's defaults keep the SLO at any rate"
     if rival.name == best.name:
-        return best, f"no config is better than {best.name}"
+        return best, f"nothing that was tried is better than {best.name}"
     ratio = contest.ratio(knees, best.name, rival.name, level=1 - 0.05 / len(finalists))
     told = f"{ratio.value:.2f} times [{ratio.low:.2f}, {ratio.high:.2f}]"
     if ratio.low > 1:
