@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from powerband import bench
 from powerband import evaluate as gate
-from powerband.bench.profiles import Amount, keeps, troubled
+from powerband.bench.profiles import keeps, troubled
 from powerband.core.deployment import Deployment
 from powerband.core.measurement import Level
 from powerband.core.recipe import Recipe
@@ -60,7 +60,6 @@ class Order:
     recipe: Recipe
     tasks: dict[str, Exam] = field(default_factory=dict)
     engine_path: str | None = None
-    base: Path | None = None
     seed: int = 0
 
 
@@ -104,13 +103,11 @@ def deployed(data: dict[str, Any]) -> Deployment[Any]:
 
 def _differences(recipe: Recipe, prepared: Prepared) -> list[str]:
     """Say what is not as it was when the recipe was proven."""
-    machine = recipe.provenance.get("machine", {})
+    machine, now = recipe.provenance.get("machine", {}), prepared.host.described()
     pairs = {
         "engine version": (recipe.engine_version, prepared.installation.version),
         "engine build": (recipe.provenance.get("engine_build"), prepared.installation.build),
-        "CPU": (machine.get("cpu"), prepared.host.cpu_name),
-        "cores": (machine.get("cores"), len(prepared.host.cores)),
-        "GPUs": (machine.get("gpus"), [gpu.name for gpu in prepared.host.gpus]),
+        **{name: (machine.get(name), now[name]) for name in ("cpu", "cores", "gpus")},
     }
     return [f"{name}: {was} then, {now} now" for name, (was, now) in pairs.items() if was != now]
 
@@ -152,7 +149,7 @@ async def _hold(order: Order, prepared: Prepared, replica: Replica, folder: Path
     """Hold the promised rate, again where something disturbed the measuring."""
     recipe = order.recipe
     workload = recipe.workload.with_seed(_SEED + order.seed).at_rate(recipe.promise.rate_per_s)
-    asked = bench.Order(workload=workload, slo=recipe.promise.slo, blocks=2, amount=Amount(), base=order.base)
+    asked = bench.Order(workload=workload, slo=recipe.promise.slo, blocks=2)
     for left in range(_TRIES - 1, -1, -1):
         found = await bench.bench(replica, prepared, asked, directory=folder)
         if not troubled(found.levels[-1]) or not left:

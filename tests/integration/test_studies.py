@@ -14,32 +14,14 @@ import pytest
 from powerband.core.recipe import Recipe
 from powerband.core.study import Study
 from powerband.store import documents
-
-WORKLOAD = """
-powerband: workload/1
-name: quick
-arrivals: {process: poisson, rate_per_s: 10}
-prompt: {shape: fixed, tokens: 8}
-output: {shape: fixed, tokens: 4}
-"""
-SLO = "powerband: slo/1\nttft: {p95: 300ms}\n"
-
-
-def argv(folder: Path, *more: str) -> list[str]:
-    (folder / "w.yaml").write_text(WORKLOAD)
-    (folder / "s.yaml").write_text(SLO)
-    return [
-        sys.executable, "-m", "powerband", "tune", "golden", "--engine", "fake", "--quality", "none",
-        "--workload", str(folder / "w.yaml"), "--slo", str(folder / "s.yaml"), "--requests", "100",
-        "--trials", "4", "--budget", "60s", "--output", str(folder / "study"), *more,
-    ]  # fmt: skip
+from support.studies import argv
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tune, kill it in its second trial, and go on."""
     folder = tmp_path_factory.mktemp("tune")
-    process = subprocess.Popen(argv(folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(argv(folder, "study"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     journal = folder / "study" / "trials.jsonl"
     deadline = time.monotonic() + 120
     while not (journal.exists() and journal.read_text().count("\n")) and time.monotonic() < deadline:
@@ -52,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     psutil.wait_procs(family, timeout=10)
     assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     first = journal.read_text()
-    done = subprocess.run(argv(folder, "--resume"), capture_output=True, text=True, check=False)
+    done = subprocess.run(argv(folder, "study", "--resume"), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert journal.read_text().startswith(first)
     return folder / "study"
@@ -84,5 +66,5 @@ def test_the_recipe_is_proven_again_and_a_slower_one_is_not(folder: Path) -> Non
 
 
 def test_a_study_is_not_written_over(folder: Path) -> None:
-    done = subprocess.run(argv(folder.parent), capture_output=True, text=True, check=False)
+    done = subprocess.run(argv(folder.parent, "study"), capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "--resume" in done.stderr

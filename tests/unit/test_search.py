@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from powerband.bench.profiles import climb, knee
+from powerband.bench.profiles import Amount, climb, knee
 from powerband.core.engine import Lever
 from powerband.core.measurement import GRID, Distribution, Level, Promise, Timeline
 from powerband.core.recipe import Recipe
@@ -197,7 +197,6 @@ def test_a_rough_climb_brackets_the_knee_and_gives_up_below_what_is_wanted() -> 
             "output": {"shape": "fixed", "tokens": 10},
         }
     )
-    from powerband.bench.profiles import Amount
 
     def run(start: float, least: float) -> list[float]:
         slo = SLO.model_validate({"ttft": {"p95": "1s"}})

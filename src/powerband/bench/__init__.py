@@ -201,12 +201,5 @@ def provenance(prepared: Prepared, order: Order, own: Bench) -> dict[str, Any]:
         "deployment_digest": deployment.digest(),
         "workload_digest": order.workload.digest(),
         "slo_digest": order.slo.digest() if order.slo else None,
-        "machine": {
-            "system": host.system,
-            "cpu": host.cpu_name,
-            "cores": len(host.cores),
-            "memory_bytes": host.memory_bytes,
-            "gpus": [gpu.name for gpu in host.gpus],
-            "kernel": platform.release(),
-        },
+        "machine": {**host.described(), "kernel": platform.release()},
     }

@@ -17,8 +17,12 @@ from powerband.load import prompts
 
 _SPARE = 1.5  # samples beyond what the highest percentile needs
 _LEAST_WINDOW_S, _SHORTEST_WINDOW_S = 10.0, 3.0
-_CLOSE, _ROUGHLY = 1.1, 1.3  # the climb ends when the lowest rate that breaks is this near to the highest that holds
-_STEP, _LONGER = 1.5, 1.5  # a rough climb's steps become longer: it may have been told to start far away
+_CLOSE, _ROUGHLY = 1.1, 1.301  # the climb ends when the lowest rate that breaks is this near to the highest that holds
+_STEP, _SMALL_STEP, _LONGER = (
+    1.5,
+    1.3,
+    1.5,
+)  # a rough climb's steps become longer: it may have been told to start far away
 _TRIES = 3
 _NEAR, _FAR = 0.02, 1.5  # how far from its bound a percentile may count to be, as a logarithm
 _LARGEST_STEPS = 12
@@ -91,7 +95,7 @@ def climb(
     """
     number = 0
     holds, breaks = 0.0, math.inf
-    rate, step, close = start_per_s, _ROUGHLY if rough else _STEP, _ROUGHLY if rough else _CLOSE
+    rate, step, close = start_per_s, *((_SMALL_STEP, _ROUGHLY) if rough else (_STEP, _CLOSE))
 
     def plan(rate: float, *, longer: int = 1) -> Plan:
         nonlocal number
@@ -99,7 +103,7 @@ def climb(
         short = amount.plan(workload.at_rate(rate), slo, block=number - 1, hopeless=True)
         return replace(short, window_s=short.window_s * longer, requests=short.requests * longer)
 
-    while number < _LARGEST_STEPS and breaks > holds * close * 1.001 and breaks > least_per_s:
+    while number < _LARGEST_STEPS and breaks > holds * close and breaks > least_per_s:
         for _ in range(_TRIES):
             level = yield plan(rate), False
             if not troubled(level):

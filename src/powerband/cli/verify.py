@@ -55,7 +55,7 @@ def verify(
     tasks = given.exams(task or [], floor, source=recipe.model, most=200) if floor else {}
     folder = given.folder(output) if output else runs.new_run(f"verify-{recipe.name or 'recipe'}")
     console = talk()
-    order = stage.Order(recipe, tasks=tasks, engine_path=engine_path, base=given.base(file), seed=seed)
+    order = stage.Order(recipe, tasks=tasks, engine_path=engine_path, seed=seed)
     say = (lambda _: None) if json else lambda said: console.print(f"[dim]{said}[/]")
     found = asyncio.run(stage.verify(order, folder=folder, say=say))
     styles = {"holds": "green", "broken": "bold red", "cannot say": "yellow"}

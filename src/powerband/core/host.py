@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from powerband.core.document import Value
 
 
@@ -43,3 +45,13 @@ class Host(Value):
     nvcc: str | None = None
     gpus: tuple[Gpu, ...] = ()
     gpu_problem: str | None = None
+
+    def described(self) -> dict[str, Any]:
+        """Return what tells this machine from others, for provenance."""
+        return {
+            "system": self.system,
+            "cpu": self.cpu_name,
+            "cores": len(self.cores),
+            "memory_bytes": self.memory_bytes,
+            "gpus": [gpu.name for gpu in self.gpus],
+        }

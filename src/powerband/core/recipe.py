@@ -27,8 +27,7 @@ class Promised(Value):
     slo: SLO
     rate_per_s: float
     attainment: Interval = Field(description="share of requests within every bound, at that rate")
-    quality: QualityFloor | None = None
-    verdict: str = Field(default="", description="of the quality gate")
+    quality: QualityFloor | None = Field(default=None, description="the floor that the whole gate let it pass")
     memory_bytes: int | None = Field(default=None, description="that the engine took at most")
 
 

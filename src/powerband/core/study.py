@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -35,6 +36,11 @@ class Trial(Value):
     evidence: str = Field(default="", description="the folder of its measurement, in that of the study")
 
 
+def best(trials: Iterable[Trial]) -> Trial | None:
+    """Return the trial with the highest value among those that keep both promises."""
+    return max((one for one in trials if one.outcome == "kept"), key=lambda one: one.value, default=None)
+
+
 class Drafted(Value):
     """What drafts brought on the workload's own requests, so many users at once, answers ending where they end."""
 
@@ -63,5 +69,5 @@ class Study(Document):
 
     @property
     def best(self) -> Trial | None:
-        """Return the trial with the highest value among those that keep both promises."""
-        return max((one for one in self.trials if one.outcome == "kept"), key=lambda one: one.value, default=None)
+        """Return the best trial."""
+        return best(self.trials)

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from powerband.core.recipe import Against, Recipe
-from powerband.core.study import Settings, Study, Trial
+from powerband.core.study import Settings, Study, Trial, best
 from powerband.reports import html, words
 from powerband.reports.svg import Chart
 
@@ -52,10 +52,9 @@ def trials(found: Sequence[Trial], *, most: int | None = None) -> Table:
     for head in ("", "outcome", "knee", "expected", "settings", "why"):
         table.add_column(head, justify="right" if head in ("", "knee", "expected") else "left", overflow="ellipsis")
     started = [one for one in found if one.outcome != "ruled out"]
-    best = max((one for one in started if one.outcome == "kept"), key=lambda one: one.value, default=None)
+    first = best(started)
     shown = started if most is None else started[-most:]
-    for one in [best, *shown] if best and best not in shown else shown:
-        assert one is not None
+    for one in [first, *shown] if first and first not in shown else shown:
         expected = one.expected_per_s
         table.add_row(
             str(one.number),
@@ -64,7 +63,7 @@ def trials(found: Sequence[Trial], *, most: int | None = None) -> Table:
             f"{words.number(expected.value)}/s" if expected else "",
             " ".join(one.settings.values()),
             one.reason[:80],
-            style="bold" if one is best else "",
+            style="bold" if one is first else "",
         )
     return table
 
@@ -83,7 +82,7 @@ def _sentence(recipe: Recipe) -> str:
     )
     floor = f" and the floor '{promise.quality.name or 'given'}'" if promise.quality else ""
     return (
-        f"{', '.join(recipe.settings.values())} keeps {bounds}{floor} at {words.number(promise.rate_per_s)}/s "
+        f"{_short(recipe.settings)} keeps {bounds}{floor} at {words.number(promise.rate_per_s)}/s "
         f"for {recipe.usd_per_1m_tokens:.3g} $ per 1M tokens"
     )
 

@@ -14,7 +14,7 @@ from powerband.core.quality import QualityFloor
 from powerband.core.recipe import Recipe
 from powerband.core.slo import SLO
 from powerband.core.statistics import UNBOUND, Interval
-from powerband.core.study import Settings, Study, Trial
+from powerband.core.study import Settings, Study, Trial, best
 from powerband.core.workload import Workload
 from powerband.errors import EngineMissing, PromiseBroken
 from powerband.evaluate.exams import Exam
@@ -142,16 +142,14 @@ async def _search(order: Order, rig: Rig, search: Search, listener: Listener) ->
         settings = search.next(trials)
         if settings is None:
             break
-        best = max((one for one in trials if one.outcome == "kept"), key=lambda one: one.value, default=None)
         expected, number = search.expectation(settings), len(trials) + 1
-        if not rig.levers.turned(settings):
-            best = None  # what everything is compared with is measured whole
-        if expected and best and best.knee_per_s and expected.high < best.knee_per_s:
-            reason = f"the plan expects at most {expected.high:.3g}/s, and {best.knee_per_s:.3g}/s were found"
+        rival = best(trials) if rig.levers.turned(settings) else None  # what all is compared with is measured whole
+        if expected and rival and rival.knee_per_s and expected.high < rival.knee_per_s:
+            reason = f"the plan expects at most {expected.high:.3g}/s, and {rival.knee_per_s:.3g}/s were found"
             trial = Trial(number=number, settings=settings, outcome="ruled out", reason=reason, expected_per_s=expected)
         else:
             listener.on_try(number, settings)
-            trial = await rig.attempt(number, settings, expected=expected, best=best)
+            trial = await rig.attempt(number, settings, expected=expected, best=rival)
         rig.remember(trial)
         trials.append(trial)
         journal.add(trial.model_dump(mode="json", exclude_defaults=True))

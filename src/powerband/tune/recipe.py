@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import powerband
 from powerband.core.recipe import Against, Promised, Range, Recipe
-from powerband.core.statistics import Interval, quantile
+from powerband.core.statistics import quantile
 from powerband.core.study import Settings, Study
 from powerband.core.workload import Workload
 from powerband.launchers import local
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _PORT = 8000  # of the command that is shown
 _DRAWN = 400  # requests that tell what the traffic was like
-_EVIDENCE = ("study.json", "trials.jsonl", "finals.jsonl", "levers.jsonl")
+_EVIDENCE = ("study.json", "trials.jsonl", "drafts.jsonl", "finals.jsonl", "levers.jsonl")
 
 
 def written(
@@ -41,7 +41,8 @@ def written(
 ) -> Recipe:
     """Return the recipe."""
     prepared, level = proof.prepared, proof.level
-    rate = level.rate_per_s or 0.0
+    assert level.rate_per_s is not None and level.attainment is not None
+    rate = level.rate_per_s
     traffic = [
         prompts.prepare(
             rig.workload.with_seed(seed).at_rate(rate),
@@ -55,7 +56,6 @@ def written(
         (sum(one.prompt_tokens) + sum(one.output_tokens) / one.turns) / len(one) for one in traffic
     )
     command = prepared.command(_PORT)
-    host = prepared.host
     return Recipe(
         name=study.name,
         says=says,
@@ -70,9 +70,8 @@ def written(
         promise=Promised(
             slo=rig.slo,
             rate_per_s=rate,
-            attainment=level.attainment or Interval(0.0, 0.0, 1.0),
+            attainment=level.attainment,
             quality=rig.floor,
-            verdict="pass" if rig.floor else "",
             memory_bytes=proof.memory_bytes,
         ),
         workload=_pinned(rig.workload, rig.base),
@@ -87,12 +86,7 @@ def written(
             "powerband": powerband.__version__,
             "proven_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "engine_build": prepared.installation.build,
-            "machine": {
-                "cpu": host.cpu_name,
-                "cores": len(host.cores),
-                "memory_bytes": host.memory_bytes,
-                "gpus": [gpu.name for gpu in host.gpus],
-            },
+            "machine": prepared.host.described(),
         },
     )
 
