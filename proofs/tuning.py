@@ -12,16 +12,16 @@ from support import models
 WORKLOAD = Workload.model_validate(
     {
         "name": "short-chat",
-        "arrivals": {"process": "poisson", "rate_per_s": 4},
-        "prompt": {"shape": "lognormal", "median": 60, "p95": 200, "max": 400},
-        "output": {"shape": "lognormal", "median": 20, "p95": 50, "max": 80},
-        "prefix": {"tokens": 160},
+        "arrivals": {"process": "poisson", "rate_per_s": 8},
+        "prompt": {"shape": "lognormal", "median": 40, "p95": 120, "max": 200},
+        "output": {"shape": "lognormal", "median": 10, "p95": 30, "max": 40},
     }
 )
-PROMISE = SLO.model_validate({"ttft": {"p95": "1s"}, "tpot": {"p95": "80ms"}})
+PROMISE = SLO.model_validate({"ttft": {"p90": "600ms"}, "tpot": {"p90": "80ms"}})
+REQUESTS = 65  # at each load
 
 
 def order(**more: Any) -> tune.Order:
     """Ask for the best way to serve SmolLM2 to such users."""
     source = str(models.make_all().safetensors)
-    return tune.Order(source, WORKLOAD, PROMISE, requests=100, engines=("llamacpp",), **more)
+    return tune.Order(source, WORKLOAD, PROMISE, requests=REQUESTS, engines=("llamacpp",), **more)
