@@ -13,11 +13,11 @@ WORKLOAD = Workload.model_validate(
     {
         "name": "short-chat",
         "arrivals": {"process": "poisson", "rate_per_s": 8},
-        "prompt": {"shape": "lognormal", "median": 40, "p95": 120, "max": 200},
-        "output": {"shape": "lognormal", "median": 10, "p95": 30, "max": 40},
+        "prompt": {"shape": "lognormal", "median": 24, "p95": 70, "max": 100},
+        "output": {"shape": "lognormal", "median": 5, "p95": 12, "max": 16},
     }
 )
-PROMISE = SLO.model_validate({"ttft": {"p90": "600ms"}, "tpot": {"p90": "80ms"}})
+PROMISE = SLO.model_validate({"ttft": {"p90": "400ms"}, "tpot": {"p90": "80ms"}})
 REQUESTS = 65  # at each load
 
 
