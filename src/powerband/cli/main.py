@@ -20,6 +20,7 @@ from powerband.cli import (
     quantize,
     run,
     schema,
+    serve,
     show,
     tune,
     verify,
@@ -46,6 +47,8 @@ app.command("evaluate")(evaluate.evaluate)
 app.command("bench")(bench.bench)
 app.command("tune")(tune.tune)
 app.command("verify")(verify.verify)
+app.command("serve")(serve.serve)
+app.command("key")(serve.key)
 app.command("diff")(diff.diff)
 
 

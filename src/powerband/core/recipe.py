@@ -29,6 +29,7 @@ class Promised(Value):
     attainment: Interval = Field(description="share of requests within every bound, at that rate")
     quality: QualityFloor | None = Field(default=None, description="the floor that the whole gate let it pass")
     memory_bytes: int | None = Field(default=None, description="that the engine took at most")
+    in_flight: int | None = Field(default=None, description="requests at once, at most, while it was kept")
 
 
 class Against(Value):

@@ -70,6 +70,10 @@ class Engine(ABC, Generic[C]):
         """Return the choice that a deployment's knobs, and the engine's own defaults, amount to."""
         raise NotImplementedError(self.name)
 
+    def at_once(self, deployment: Deployment[C], *, model: Model, host: Host) -> int:
+        """Return how many requests it answers at once; more wait in its own queue."""
+        return self.choice_of(deployment, model=model, host=host).sequences
+
     def space(self, *, model: Model, host: Host, context: int) -> Space:
         """Return the levers worth searching on a machine, for sequences of up to so many tokens."""
         raise NotImplementedError(self.name)

@@ -41,6 +41,10 @@ class Fake(Engine[FakeConfig]):
         """A small Python process."""
         return Footprint(overhead_bytes=64 * 2**20)
 
+    def at_once(self, deployment: Deployment[FakeConfig], *, model: Model, host: Host) -> int:
+        """As many as it has places."""
+        return deployment.config.max_num_seqs or 256
+
     def space(self, *, model: Model, host: Host, context: int) -> Space:
         """Places, a pace, and a lever that breaks it: enough to see a search work."""
         places = Lever(name="places", settings={"4": {}} | {str(n): {"max_num_seqs": n} for n in (1, 2, 8, 16)})

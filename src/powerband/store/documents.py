@@ -22,6 +22,8 @@ _PLAIN = {
     "plan": ("plan", "Plan"),
     "quality": ("quality", "QualityFloor"),
     "recipe": ("recipe", "Recipe"),
+    "fleet": ("fleet", "Fleet"),
+    "tenants": ("fleet", "Tenants"),
     "scheme": ("scheme", "Scheme"),
     "slo": ("slo", "SLO"),
     "study": ("study", "Study"),

@@ -73,6 +73,7 @@ def written(
             attainment=level.attainment,
             quality=rig.floor,
             memory_bytes=proof.memory_bytes,
+            in_flight=round(max(level.timeline.in_flight, default=0)) or None,
         ),
         workload=_pinned(rig.workload, rig.base),
         validity=_validity(traffic, rate),

@@ -1,0 +1,313 @@
+/* The relay in front of one engine: it makes an engine's death visible in the way HTTP allows, which a proxy cannot.
+ *
+ * An answer's head is held until the first piece of its body: an engine may send it while the request only waits, and what
+ * has no head yet can be asked again elsewhere. Chunks are passed on whole. If the engine goes away before the first
+ * piece, the connection is reset, and the proxy asks another replica; after it, a stream of events ends with an event
+ * that says so, and is closed in order. One thread, one epoll.
+ */
+#define _GNU_SOURCE
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+#include <arpa/inet.h>
+#include <errno.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#define READ_SIZE 65536
+#define MOST_UNSENT (1 << 20)
+#define MAX_HEAD 65536
+#define MAX_CHUNK (8 << 20)
+
+static const char FAREWELL[] =
+    "data: {\"error\": {\"message\": \"the replica died while it was answering\", \"type\": \"api_error\", "
+    "\"param\": null, \"code\": \"replica_died\"}}\n\n";
+
+typedef struct { char *data; size_t start, size, room; } Buffer;
+
+enum { HEAD, LENGTH, CHUNKED, UNTIL_CLOSE };
+
+typedef struct Pair Pair;
+typedef struct { Pair *pair; int fd; uint32_t events; int shut; Buffer out; } Side;
+
+struct Pair {
+    Side client, engine;
+    Buffer in;               /* of the answer, not passed on yet */
+    size_t head;             /* bytes of a head that is held at the start of `in` */
+    long long left;          /* bytes left of a body with a length */
+    int state, events, begun, dead;
+    Pair *next_dead;
+};
+
+static int poller = -1;
+static Pair *graveyard = NULL;
+
+static int grow(Buffer *buffer, const char *data, size_t size) {
+    if (buffer->start && buffer->start + buffer->size + size > buffer->room) {
+        memmove(buffer->data, buffer->data + buffer->start, buffer->size);
+        buffer->start = 0;
+    }
+    if (buffer->start + buffer->size + size > buffer->room) {
+        size_t room = buffer->room ? buffer->room : 4096;
+        while (room < buffer->start + buffer->size + size) room *= 2;
+        char *fresh = realloc(buffer->data, room);
+        if (!fresh) return -1;
+        buffer->data = fresh;
+        buffer->room = room;
+    }
+    memcpy(buffer->data + buffer->start + buffer->size, data, size);
+    buffer->size += size;
+    return 0;
+}
+
+static void take(Buffer *buffer, size_t size) {
+    buffer->start += size;
+    buffer->size -= size;
+    if (!buffer->size) buffer->start = 0;
+}
+
+static void arm(Side *side, uint32_t events) {
+    if (side->fd < 0 || side->events == events) return;
+    struct epoll_event event = {.events = events, .data.ptr = side};
+    epoll_ctl(poller, EPOLL_CTL_MOD, side->fd, &event);
+    side->events = events;
+}
+
+static void bury(Pair *pair, int reset) {
+    if (pair->dead) return;
+    pair->dead = 1;
+    if (reset && pair->client.fd >= 0) {
+        struct linger now = {1, 0};
+        setsockopt(pair->client.fd, SOL_SOCKET, SO_LINGER, &now, sizeof now);
+    }
+    if (pair->client.fd >= 0) close(pair->client.fd);
+    if (pair->engine.fd >= 0) close(pair->engine.fd);
+    pair->client.fd = pair->engine.fd = -1;
+    pair->next_dead = graveyard;
+    graveyard = pair;
+}
+
+/* Write what waits; 0: done or later, -1: the other end is gone. */
+static int flush(Side *side) {
+    while (side->out.size) {
+        ssize_t sent = send(side->fd, side->out.data + side->out.start, side->out.size, MSG_NOSIGNAL);
+        if (sent < 0) {
+            if (errno == EINTR) continue;
+            return errno == EAGAIN || errno == EINPROGRESS || errno == ENOTCONN ? 0 : -1;
+        }
+        take(&side->out, (size_t)sent);
+    }
+    return 0;
+}
+
+static void rearm(Pair *pair) {
+    if (pair->dead) return;
+    arm(&pair->client, (pair->engine.out.size < MOST_UNSENT && !pair->client.shut ? EPOLLIN : 0) | (pair->client.out.size ? EPOLLOUT : 0));
+    arm(&pair->engine, (pair->client.out.size < MOST_UNSENT ? EPOLLIN : 0) | (pair->engine.out.size ? EPOLLOUT : 0));
+}
+
+static const char *header(const char *head, size_t size, const char *name, size_t *length) {
+    size_t wanted = strlen(name);
+    const char *line = memchr(head, '\n', size), *end = head + size;
+    while (line && ++line < end) {
+        const char *next = memchr(line, '\n', (size_t)(end - line));
+        if ((size_t)(end - line) > wanted && !strncasecmp(line, name, wanted) && line[wanted] == ':') {
+            line += wanted + 1;
+            while (line < end && *line == ' ') line++;
+            *length = (size_t)((next ? next : end) - line);
+            return line;
+        }
+        line = next;
+    }
+    return NULL;
+}
+
+static int contains(const char *value, size_t size, const char *word) {
+    size_t wanted = strlen(word);
+    for (; value && size >= wanted; value++, size--)
+        if (!strncasecmp(value, word, wanted)) return 1;
+    return 0;
+}
+
+static int pass(Pair *pair, size_t size) {
+    if (grow(&pair->client.out, pair->in.data + pair->in.start, size)) return -1;
+    take(&pair->in, size);
+    return 0;
+}
+
+/* Read a head; 1: it is whole, 0: more must come, -1: nonsense. */
+static int read_head(Pair *pair) {
+    char *data = pair->in.data + pair->in.start;
+    char *end = memmem(data, pair->in.size, "\r\n\r\n", 4);
+    if (!end) return pair->in.size > MAX_HEAD ? -1 : 0;
+    size_t size = (size_t)(end - data) + 4, length = 0;
+    int status = size > 12 ? atoi(data + 9) : 0;
+    const char *value;
+    if (status >= 100 && status < 200) return pass(pair, size) ? -1 : 1;
+    pair->head = size;
+    value = header(data, size, "content-type", &length);
+    pair->events = contains(value, length, "text/event-stream");
+    value = header(data, size, "transfer-encoding", &length);
+    if (contains(value, length, "chunked")) pair->state = CHUNKED;
+    else if ((value = header(data, size, "content-length", &length))) {
+        pair->state = LENGTH;
+        pair->left = atoll(value);
+    } else if (status == 204 || status == 304) {
+        pair->state = LENGTH;
+        pair->left = 0;
+    } else pair->state = UNTIL_CLOSE;
+    return 1;
+}
+
+/* Pass on whatever may go; -1: the answer cannot be understood. */
+static int digest(Pair *pair) {
+    for (;;) {
+        if (pair->state == HEAD) {
+            int found = pair->in.size ? read_head(pair) : 0;
+            if (found <= 0) return found;
+            if (pair->state == HEAD) continue;
+        }
+        char *body = pair->in.data + pair->in.start + pair->head;
+        size_t there = pair->in.size - pair->head;
+        if (pair->state == LENGTH) {
+            if (!there && pair->left) return 0;
+            size_t part = (long long)there < pair->left ? there : (size_t)pair->left;
+            if (pass(pair, pair->head + part)) return -1;
+            pair->head = 0;
+            pair->begun = 1;
+            if ((pair->left -= (long long)part)) return 0;
+        } else if (pair->state == CHUNKED) {
+            char *line = there ? memmem(body, there, "\r\n", 2) : NULL;
+            if (!line) return there > 64 ? -1 : 0;
+            char *stop;
+            unsigned long long size = strtoull(body, &stop, 16);
+            if (stop == body || size > MAX_CHUNK) return -1;
+            size_t whole = (size_t)(line - body) + 2 + (size_t)size + 2;
+            if (!size) { /* trailers, if any, end with an empty line */
+                char *end = memmem(line, there - (size_t)(line - body), "\r\n\r\n", 4);
+                if (!end) return there > MAX_HEAD ? -1 : 0;
+                whole = (size_t)(end - body) + 4;
+            } else if (there < whole) return 0;
+            if (pass(pair, pair->head + whole)) return -1;
+            pair->head = 0;
+            pair->begun = 1;
+            if (size) continue;
+        } else {
+            if (!there) return 0;
+            pair->begun = 1;
+            pair->head = 0;
+            return pass(pair, pair->in.size);
+        }
+        pair->state = HEAD; /* the answer is over, another may follow */
+        pair->begun = 0;
+    }
+}
+
+/* The engine closed its end. */
+static void engine_gone(Pair *pair) {
+    int idle = pair->state == HEAD && !pair->in.size;
+    if (pair->begun && pair->state == CHUNKED && pair->events) {
+        char frame[sizeof FAREWELL + 32];
+        int size = snprintf(frame, sizeof frame, "%zx\r\n%s\r\n0\r\n\r\n", sizeof FAREWELL - 1, FAREWELL);
+        if (grow(&pair->client.out, frame, (size_t)size)) { bury(pair, 1); return; }
+    } else if (!idle && !(pair->state == UNTIL_CLOSE && pair->begun)) {
+        bury(pair, 1);
+        return;
+    }
+    if (flush(&pair->client) || !pair->client.out.size) { bury(pair, idle && !pair->begun); return; }
+    close(pair->engine.fd); /* the rest goes out when the client takes it */
+    pair->engine.fd = -1;
+    pair->client.shut = 1;
+    arm(&pair->client, EPOLLOUT);
+}
+
+static void from_engine(Pair *pair, char *scratch) {
+    ssize_t got = recv(pair->engine.fd, scratch, READ_SIZE, 0);
+    if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (got <= 0) { engine_gone(pair); return; }
+    if (grow(&pair->in, scratch, (size_t)got) || digest(pair) || flush(&pair->client)) bury(pair, 1);
+}
+
+static void from_client(Pair *pair, char *scratch) {
+    ssize_t got = recv(pair->client.fd, scratch, READ_SIZE, 0);
+    if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (got <= 0) { bury(pair, 0); return; } /* who asks is gone: the engine need not go on */
+    if (grow(&pair->engine.out, scratch, (size_t)got) || flush(&pair->engine)) bury(pair, 1);
+}
+
+static void welcome(int listener, const struct sockaddr_in *engine) {
+    for (;;) {
+        int fd = accept4(listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        if (fd < 0) return;
+        int one = 1, up = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+        Pair *pair = calloc(1, sizeof *pair);
+        if (up < 0 || !pair) { close(fd); if (up >= 0) close(up); free(pair); continue; }
+        setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+        setsockopt(up, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+        pair->client = (Side){.pair = pair, .fd = fd, .events = EPOLLIN};
+        pair->engine = (Side){.pair = pair, .fd = up, .events = EPOLLIN};
+        if (connect(up, (const struct sockaddr *)engine, sizeof *engine) && errno != EINPROGRESS) { bury(pair, 1); continue; }
+        struct epoll_event event = {.events = EPOLLIN, .data.ptr = &pair->client};
+        epoll_ctl(poller, EPOLL_CTL_ADD, fd, &event);
+        event.data.ptr = &pair->engine;
+        epoll_ctl(poller, EPOLL_CTL_ADD, up, &event);
+    }
+}
+
+static void serve(int listener, const struct sockaddr_in *engine) {
+    static char scratch[READ_SIZE];
+    struct epoll_event found[256], event = {.events = EPOLLIN, .data.ptr = NULL};
+    poller = epoll_create1(EPOLL_CLOEXEC);
+    epoll_ctl(poller, EPOLL_CTL_ADD, listener, &event);
+    for (;;) {
+        int count = epoll_wait(poller, found, 256, -1);
+        for (int i = 0; i < count; i++) {
+            Side *side = found[i].data.ptr;
+            if (!side) { welcome(listener, engine); continue; }
+            Pair *pair = side->pair;
+            if (pair->dead || side->fd < 0) continue;
+            if (found[i].events & EPOLLOUT && flush(side)) { bury(pair, 1); continue; }
+            if (side == &pair->client && side->shut) {
+                if (!side->out.size || found[i].events & (EPOLLERR | EPOLLHUP)) bury(pair, 0);
+                continue;
+            }
+            if (found[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
+                if (side == &pair->engine) from_engine(pair, scratch);
+                else from_client(pair, scratch);
+            }
+            if (!pair->dead && !pair->client.shut) rearm(pair);
+        }
+        while (graveyard) {
+            Pair *pair = graveyard;
+            graveyard = pair->next_dead;
+            free(pair->in.data);
+            free(pair->client.out.data);
+            free(pair->engine.out.data);
+            free(pair);
+        }
+    }
+}
+
+static PyObject *run(PyObject *module, PyObject *args) {
+    int listener, port;
+    struct sockaddr_in engine = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    if (!PyArg_ParseTuple(args, "ii", &listener, &port)) return NULL;
+    engine.sin_port = htons((uint16_t)port);
+    Py_BEGIN_ALLOW_THREADS
+    serve(listener, &engine);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {{"run", run, METH_VARARGS, "run(listener_fd, engine_port): relay for ever"}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_relay", NULL, -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__relay(void) { return PyModule_Create(&definition); }

@@ -1,0 +1,265 @@
+"""The picker's decisions about one request after another: who asks, for which pool, now, later or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from powerband.core.fleet import CLASSES, Tenants
+from powerband.serve import prefixes, requests
+from powerband.serve.pool import CHARACTERS_PER_TOKEN, Ask, Backend, Pool, Ticket
+from powerband.serve.requests import Refused, Request
+from powerband.serve.tenants import ANYBODY, Account, Door
+
+_SOON_S = 1.0  # the shortest Retry-After
+
+
+@dataclass(frozen=True)
+class Menu:
+    """What the desk must know of one model of the fleet."""
+
+    name: str
+    recipe: str  # told to clients
+    patience_s: float
+    usual: Ask
+    rate_per_s: float | None = None
+    usd_per_1m_tokens: float = 0.0
+    aliases: tuple[str, ...] = ()
+    fallback: str = ""
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Menu:
+        """Read it back from plain data."""
+        usual = Ask(**data["usual"])
+        return cls(**{**data, "usual": usual, "aliases": tuple(data.get("aliases", ()))})
+
+
+@dataclass(eq=False, slots=True)
+class Case:
+    """One request at the desk."""
+
+    name: str
+    tenant: str
+    account: Account
+    model: Menu
+    ticket: Ticket
+    pool: Pool
+    sent: asyncio.Future[Ticket]
+    overflowed: bool = False
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Where a request goes."""
+
+    case: str
+    addresses: tuple[str, ...]
+    replica: str
+    recipe: str
+    body: bytes | None  # None: as it came
+
+
+@dataclass
+class Ended:
+    """What is told of an answer when it is over."""
+
+    status: int
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    first_s: float | None = None  # since it was sent on
+    total_s: float | None = None
+
+
+@dataclass
+class Desk:
+    """All pools of a fleet, behind one door."""
+
+    menus: dict[str, Menu]
+    tenants: Tenants | None = None
+    clock: Callable[[], float] = time.monotonic
+    on_end: Callable[[Case, Ended], None] = lambda *_: None
+    pools: dict[str, Pool] = field(default_factory=dict)
+    cases: dict[str, Case] = field(default_factory=dict)
+    refusals: dict[str, int] = field(default_factory=dict)
+    overflows: int = 0
+
+    def __post_init__(self) -> None:
+        self.door = Door(self.tenants)
+        for name, menu in self.menus.items():
+            self.pools[name] = Pool(name, rate_per_s=menu.rate_per_s, usual=menu.usual)
+        self._names = {alias: name for name, menu in self.menus.items() for alias in (name, *menu.aliases)}
+        self._by_ticket: dict[Ticket, Case] = {}
+
+    def backends(self, wanted: Mapping[str, list[dict[str, Any]]]) -> None:
+        """Take the replicas as they are now."""
+        for name, pool in self.pools.items():
+            there = {one["name"]: one for one in wanted.get(name, ())}
+            for gone in set(pool.backends) - set(there):
+                pool.remove(gone)
+            for one in there.values():
+                known = pool.backends.get(one["name"])
+                if known is None or known.address != one["address"]:
+                    pool.add(Backend(one["name"], one["address"], one["most"], one["ready"]))
+                else:
+                    known.most, known.ready = one["most"], one["ready"]
+            self._send(pool)
+
+    async def pick(self, body: bytes, *, tenant: str, headers: Mapping[str, str]) -> Sent:
+        """Return where a request goes, once there is a place for it; or refuse it."""
+        asked = requests.read(body)
+        name = self._names.get(asked.model)
+        if name is None:
+            raise Refused(404, f"there is no model {asked.model}", code="model_not_found")
+        menu, now_s = self.menus[name], self.clock()
+        account = self.door.enter(tenant, name, now_s)
+        try:
+            case = self._admitted(asked, menu, tenant, account, headers, now_s)
+        except Refused:
+            account.running -= 1
+            account.refused += 1
+            raise
+        self._send(case.pool)
+        try:
+            await case.sent
+        except BaseException:
+            self._drop(case)
+            raise
+        backend = case.ticket.backend
+        assert backend is not None
+        others = case.pool.others(case.ticket, now_s)
+        renamed = asked.model != case.model.name
+        return Sent(
+            case=case.name,
+            addresses=(backend.address, *(one.address for one in others)),
+            replica=backend.name,
+            recipe=case.model.recipe + (" (overflow)" if case.overflowed else ""),
+            body=_renamed(body, case.model.name) if renamed else None,
+        )
+
+    def _admitted(
+        self,
+        asked: Request,
+        menu: Menu,
+        tenant: str,
+        account: Account,
+        headers: Mapping[str, str],
+        now_s: float,
+    ) -> Case:
+        """Put a request into the queue that can serve it in time."""
+        priority = self._priority(tenant, headers)
+        patience_s = _patience(headers, menu.patience_s)
+        blocks = tuple(prefixes.chain(asked.text))
+        waits = []
+        for model in filter(None, (menu, self.menus.get(menu.fallback))):
+            pool = self.pools[model.name]
+            waits.append(wait_s := pool.wait_s(priority, now_s))
+            if wait_s <= patience_s or (math.isinf(wait_s) and model is menu and not model.fallback):
+                usual = model.usual.output_tokens
+                ask = Ask(
+                    prompt_tokens=len(asked.text) / CHARACTERS_PER_TOKEN,
+                    output_tokens=usual if asked.most_tokens is None else min(asked.most_tokens, usual),
+                    blocks=blocks,
+                    priority=priority,
+                    patience_s=patience_s,
+                )
+                ticket = pool.enter(ask, now_s)
+                future = asyncio.get_running_loop().create_future()
+                case = Case(secrets.token_hex(8), tenant, account, model, ticket, pool, future, model is not menu)
+                self.cases[case.name] = self._by_ticket[ticket] = case
+                self.overflows += case.overflowed
+                return case
+        longer_s = min(waits) - patience_s
+        self._count("overload")
+        raise Refused(
+            429,
+            "it cannot be answered in time",
+            code="overloaded",
+            retry_after_s=max(_SOON_S, longer_s if math.isfinite(longer_s) else _SOON_S),
+        )
+
+    def _priority(self, tenant: str, headers: Mapping[str, str]) -> int:
+        """Return the class: the tenant's, or a lower one that it asks for itself."""
+        known = self.door.tenant(tenant)
+        own = CLASSES.index(known.priority) if known else 0
+        asked = headers.get("x-powerband-priority", "")
+        if asked in CLASSES:
+            return max(own, CLASSES.index(asked))
+        return own if known else CLASSES.index("normal")
+
+    def _send(self, pool: Pool) -> None:
+        """Let whoever has a place go on."""
+        for ticket in pool.dispatch(self.clock()):
+            case = self._by_ticket[ticket]
+            if not case.sent.done():
+                case.sent.set_result(ticket)
+
+    def expire(self) -> None:
+        """Refuse those that have waited for too long."""
+        now_s = self.clock()
+        for pool in self.pools.values():
+            for ticket in pool.expired(now_s):
+                case = self._by_ticket[ticket]
+                self._count("deadline")
+                if not case.sent.done():
+                    case.sent.set_exception(
+                        Refused(429, "nobody was free in time", code="overloaded", retry_after_s=_SOON_S)
+                    )
+
+    def end(self, name: str, ended: Ended) -> None:
+        """An answer is over, or was given up."""
+        case = self.cases.pop(name, None)
+        if case is None:
+            return
+        self._by_ticket.pop(case.ticket, None)
+        counted = ended.output_tokens if ended.status == 200 else None
+        case.pool.finish(case.ticket, self.clock(), output_tokens=counted)
+        account = case.account
+        account.running -= 1
+        account.prompt_tokens += ended.prompt_tokens or round(case.ticket.ask.prompt_tokens)
+        account.output_tokens += ended.output_tokens
+        account.usd += ended.output_tokens * case.model.usd_per_1m_tokens / 1e6
+        self.on_end(case, ended)
+        self._send(case.pool)
+
+    def _drop(self, case: Case) -> None:
+        """Nobody waits for it any more."""
+        case.pool.leave(case.ticket)
+        if case.ticket.backend is not None:  # it was sent on at the same moment
+            case.pool.finish(case.ticket, self.clock())
+        case.account.running -= 1
+        case.account.refused += 1
+        self.cases.pop(case.name, None)
+        self._by_ticket.pop(case.ticket, None)
+        self._send(case.pool)
+
+    def _count(self, reason: str) -> None:
+        self.refusals[reason] = self.refusals.get(reason, 0) + 1
+
+    def healthy(self) -> bool:
+        """Tell whether every model has a replica that answers."""
+        return all(any(one.ready for one in pool.backends.values()) for pool in self.pools.values())
+
+    def models(self, tenant: str) -> Iterator[str]:
+        """Return the names that a tenant may ask for."""
+        known = self.door.tenant(tenant) if tenant != ANYBODY else None
+        for alias, name in self._names.items():
+            if not known or not known.models or name in known.models:
+                yield alias
+
+
+def _patience(headers: Mapping[str, str], usual_s: float) -> float:
+    try:
+        asked = float(headers.get("x-powerband-patience-s", ""))
+    except ValueError:
+        return usual_s
+    return min(max(asked, 0.0), 600.0) if math.isfinite(asked) else usual_s
+
+
+def _renamed(body: bytes, model: str) -> bytes:
+    return json.dumps({**json.loads(body), "model": model}).encode()

@@ -1,0 +1,163 @@
+"""What `serve` was asked for, resolved: written once, read by the supervisor whenever it starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from powerband import engines
+from powerband.core.deployment import Deployment
+from powerband.core.document import HEADER
+from powerband.core.fleet import Fleet, Served, Tenants
+from powerband.core.recipe import Recipe
+from powerband.errors import InputError
+from powerband.launchers import local
+from powerband.serve.pool import Ask
+from powerband.serve.scaling import Policy
+from powerband.store import documents
+
+_PATIENCE_S = 30.0  # where no SLO says how long one may wait
+_OF_THE_SLO = 0.5  # of its TTFT may be spent in the queue
+_USUAL = Ask(200.0, 100.0)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One model of the fleet."""
+
+    name: str
+    data: dict[str, Any]  # the deployment
+    recipe: str
+    replicas: int
+    in_flight: int
+    patience_s: float
+    prompt_tokens: float = _USUAL.prompt_tokens
+    output_tokens: float = _USUAL.output_tokens
+    rate_per_s: float | None = None
+    usd_per_1m_tokens: float = 0.0
+    aliases: tuple[str, ...] = ()
+    fallback: str = ""
+    most_replicas: int | None = None
+    start_s: float = 10.0
+
+    @property
+    def scales(self) -> bool:
+        """Tell whether the number of replicas follows the traffic."""
+        return self.most_replicas is not None
+
+    def policy(self) -> Policy:
+        """Return how it scales."""
+        assert self.most_replicas is not None
+        rate = self.rate_per_s or self.in_flight / 2
+        return Policy(rate, self.start_s, least=self.replicas, most=self.most_replicas, patience_s=self.patience_s)
+
+    def deployment(self) -> Deployment[Any]:
+        """Return the deployment that each replica is, under the fleet's name for it."""
+        data = {key: value for key, value in self.data.items() if key != HEADER}
+        return engines.deployment_type(data["engine"]).model_validate({**data, "name": self.name})
+
+
+@dataclass(frozen=True)
+class Order:
+    """A whole fleet."""
+
+    parts: dict[str, Part]
+    host: str
+    port: int
+    admin_port: int
+    tenants: str = ""
+    threads: int = 1  # of Envoy
+
+    def write(self, path: Path) -> None:
+        """Keep it where the supervisor finds it."""
+        path.write_text(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> Order:
+        """Read it back."""
+        data = json.loads(path.read_text())
+        parts = {name: Part(**{**one, "aliases": tuple(one["aliases"])}) for name, one in data.pop("parts").items()}
+        return cls(parts=parts, **data)
+
+    def menu(self) -> dict[str, Any]:
+        """Return what the picker must know."""
+        models = {
+            name: {
+                "name": name,
+                "recipe": part.recipe,
+                "patience_s": part.patience_s,
+                "usual": {"prompt_tokens": part.prompt_tokens, "output_tokens": part.output_tokens},
+                "rate_per_s": part.rate_per_s,
+                "usd_per_1m_tokens": part.usd_per_1m_tokens,
+                "aliases": part.aliases,
+                "fallback": part.fallback,
+            }
+            for name, part in self.parts.items()
+        }
+        return {"models": models, "tenants": self.tenants}
+
+
+def resolved(path: Path, *, replicas: int | None = None) -> tuple[dict[str, Part], str]:
+    """Return the parts of a fleet's file, or of a single recipe or deployment; and the path of its tenants."""
+    document = documents.read(str(path))
+    if isinstance(document, Fleet):
+        if document.tenants:
+            documents.of(Tenants, path.parent / document.tenants)  # refuse a bad file before anything starts
+        tenants = str((path.parent / document.tenants).resolve()) if document.tenants else ""
+        parts = {name: _part(name, one, path.parent / one.recipe) for name, one in document.models.items()}
+        return parts, tenants
+    served = Served(recipe=str(path), replicas=replicas or 1)
+    part = _part("", served, path)
+    return {part.name: part}, ""
+
+
+def _part(name: str, served: Served, path: Path) -> Part:
+    document = documents.read(str(path))
+    if isinstance(document, Recipe):
+        deployment = engines.deployment_type(document.deployment["engine"]).model_validate(
+            {key: value for key, value in document.deployment.items() if key != HEADER}
+        )
+        proven = _proven(document)
+    elif isinstance(document, Deployment):
+        deployment, proven = document, {}
+    else:
+        raise InputError(f"{path} is a {document.kind}", hint="give a recipe, a deployment or a fleet")
+    prepared = local.prepare(deployment)
+    if prepared.engine.attaches:
+        raise InputError(f"{path} is a server that somebody else runs", hint="serve a deployment of vllm or llamacpp")
+    at_once = prepared.engine.at_once(prepared.deployment, model=prepared.model, host=prepared.host)
+    in_flight = served.in_flight or min(at_once, proven.pop("in_flight", None) or at_once)
+    proven.pop("in_flight", None)
+    patience_s = served.patience_s or proven.pop("patience_s", _PATIENCE_S)
+    proven.pop("patience_s", None)
+    return Part(
+        name=name or prepared.deployment.served_name,
+        data=prepared.deployment.to_data(),
+        recipe=document.name or path.stem,
+        replicas=served.replicas,
+        in_flight=in_flight,
+        patience_s=patience_s,
+        aliases=served.aliases,
+        fallback=served.fallback,
+        most_replicas=served.most_replicas,
+        **proven,
+    )
+
+
+def _proven(recipe: Recipe) -> dict[str, Any]:
+    """Return what a recipe's evidence says about how to serve it."""
+    waits = [limit for metric, _, limit in recipe.promise.slo.bounds() if metric == "ttft"]
+    found: dict[str, Any] = {
+        "rate_per_s": recipe.promise.rate_per_s,
+        "usd_per_1m_tokens": recipe.usd_per_1m_tokens,
+        "in_flight": recipe.promise.in_flight,
+        "patience_s": _OF_THE_SLO * min(waits) if waits else _PATIENCE_S,
+    }
+    for name in ("prompt_tokens", "output_tokens"):
+        if (seen := recipe.validity.get(name)) is not None:
+            found[name] = math.sqrt(max(seen.low, 1.0) * max(seen.high, 1.0))
+    return found

@@ -1,0 +1,203 @@
+"""The heart of the picker: who is served next, by which replica, and who is told to come back later.
+
+Nothing here waits or reads a clock: every function is told the time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from powerband.serve.prefixes import BLOCK, Prefixes
+
+CHARACTERS_PER_TOKEN = 4.0
+_OUTPUT_UNITS = 4.0  # a token written costs about as much as so many read; only ratios matter, the scale is learned
+_ADAPTER_UNITS = 200.0  # to load an adapter that a replica does not hold
+_LEARNED = 0.1  # of each answer, when the speed of a pool is adjusted
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What the picker must know of a request."""
+
+    prompt_tokens: float
+    output_tokens: float  # expected
+    blocks: tuple[int, ...] = ()
+    priority: int = 1  # the lowest number goes first
+    patience_s: float = math.inf  # how long it may wait for its first token
+    adapter: str = ""
+
+    @property
+    def units(self) -> float:
+        """Return the work that it is."""
+        return self.prompt_tokens + _OUTPUT_UNITS * self.output_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request from its arrival to its end."""
+
+    number: int
+    ask: Ask
+    came_s: float
+    backend: Backend | None = None
+    began_s: float = 0.0
+    units: float = 0.0
+    gone: bool = False  # it waits no more
+
+
+@dataclass(slots=True, eq=False)
+class Backend:
+    """A replica, as the picker sees it."""
+
+    name: str
+    address: str
+    most: int  # requests at once
+    ready: bool = True
+    running: int = 0
+    adapters: set[str] = field(default_factory=set)
+    _units: float = 0.0
+    _as_of_s: float = 0.0
+
+    def left(self, now_s: float, unit_s: float) -> float:
+        """Return the work that is still to be done, if it goes on as usual."""
+        done = (now_s - self._as_of_s) / unit_s
+        return max(0.0, self._units - done)
+
+    def add(self, units: float, now_s: float, unit_s: float) -> None:
+        """Give it more work, or take some away."""
+        self._units = max(0.0, self.left(now_s, unit_s) + units)
+        self._as_of_s = now_s
+
+
+class Pool:
+    """The replicas that serve one recipe, and the requests that wait for them."""
+
+    def __init__(self, name: str, *, rate_per_s: float | None = None, usual: Ask | None = None) -> None:
+        self.name = name
+        self.backends: dict[str, Backend] = {}
+        self.prefixes = Prefixes()
+        self.rate_per_s, self.usual = rate_per_s, usual or Ask(200.0, 100.0)
+        self.unit_s = 1.0 / (rate_per_s * self.usual.units) if rate_per_s else 0.001  # of one replica; learned
+        self.arrived = 0
+        self._waiting: list[tuple[int, int, Ticket]] = []
+        self._units_waiting: dict[int, float] = {}
+        self._deadlines: list[tuple[float, int, Ticket]] = []
+        self._numbers = itertools.count(1)
+
+    @property
+    def depth(self) -> int:
+        """Return how many wait."""
+        return sum(1 for _, _, one in self._waiting if not one.gone)
+
+    @property
+    def running(self) -> int:
+        """Return how many are being answered."""
+        return sum(one.running for one in self.backends.values())
+
+    def wait_s(self, priority: int, now_s: float) -> float:
+        """Return how long a newcomer of a class would wait before it is sent on."""
+        able = [one for one in self.backends.values() if one.ready]
+        if not able:
+            return math.inf
+        if not self._waiting and any(one.running < one.most for one in able):
+            return 0.0
+        ahead = sum(units for rank, units in self._units_waiting.items() if rank <= priority)
+        return (ahead + 0.5 * self.usual.units) * self.unit_s / len(able)
+
+    def enter(self, ask: Ask, now_s: float) -> Ticket:
+        """Take a place in the queue."""
+        ticket = Ticket(next(self._numbers), ask, now_s)
+        self.arrived += 1
+        heapq.heappush(self._waiting, (ask.priority, ticket.number, ticket))
+        self._units_waiting[ask.priority] = self._units_waiting.get(ask.priority, 0.0) + ask.units
+        if ask.patience_s < math.inf:
+            heapq.heappush(self._deadlines, (now_s + ask.patience_s, ticket.number, ticket))
+        return ticket
+
+    def leave(self, ticket: Ticket) -> None:
+        """Give the place in the queue up."""
+        if not ticket.gone and ticket.backend is None:
+            ticket.gone = True
+            self._units_waiting[ticket.ask.priority] -= ticket.ask.units
+
+    def expired(self, now_s: float) -> Iterator[Ticket]:
+        """Take out those that have waited for too long."""
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            ticket = heapq.heappop(self._deadlines)[2]
+            if not ticket.gone and ticket.backend is None:
+                self.leave(ticket)
+                yield ticket
+
+    def dispatch(self, now_s: float) -> Iterator[Ticket]:
+        """Send on whoever can be served now, the first class first."""
+        free = [one for one in self.backends.values() if one.ready and one.running < one.most]
+        while free and self._waiting:
+            ticket = heapq.heappop(self._waiting)[2]
+            if ticket.gone:
+                continue
+            self._units_waiting[ticket.ask.priority] -= ticket.ask.units
+            chosen = self._start(ticket, self.choose(ticket.ask, free, now_s), now_s)
+            if chosen.running >= chosen.most:
+                free.remove(chosen)
+            yield ticket
+
+    def choose(self, ask: Ask, able: Collection[Backend], now_s: float) -> Backend:
+        """Return who would be done first: what is left of its work, and what of the prompt it has not read.
+
+        A prefix in a cache is worth the work that it saves and no more: a busy replica loses its attraction by itself.
+        """
+        matched = self.prefixes.matched(ask.blocks)
+        unit_s = self.unit_s
+
+        def work(one: Backend) -> float:
+            saved = min(matched.get(one.name, 0) * BLOCK / CHARACTERS_PER_TOKEN, ask.prompt_tokens) if matched else 0.0
+            load = _ADAPTER_UNITS if ask.adapter and ask.adapter not in one.adapters else 0.0
+            return one.left(now_s, unit_s) - saved + load
+
+        return min(able, key=lambda one: (work(one), one.running))
+
+    def others(self, ticket: Ticket, now_s: float) -> list[Backend]:
+        """Return whom to ask where the chosen one does not answer, the least busy first."""
+        able = [one for one in self.backends.values() if one.ready and one is not ticket.backend]
+        return heapq.nsmallest(2, able, key=lambda one: one.left(now_s, self.unit_s))
+
+    def _start(self, ticket: Ticket, one: Backend, now_s: float) -> Backend:
+        ask = ticket.ask
+        saved = self.prefixes.matched(ask.blocks).get(one.name, 0) * BLOCK / CHARACTERS_PER_TOKEN
+        ticket.backend, ticket.began_s = one, now_s
+        ticket.units = max(ask.units - saved, _OUTPUT_UNITS * ask.output_tokens)
+        one.running += 1
+        one.add(ticket.units, now_s, self.unit_s)
+        if ask.adapter:
+            one.adapters.add(ask.adapter)
+        self.prefixes.learn(ask.blocks, one.name)
+        return one
+
+    def finish(self, ticket: Ticket, now_s: float, *, output_tokens: float | None = None) -> None:
+        """Note an answer's end, and learn from it how fast the pool is."""
+        one = ticket.backend
+        if one is None or ticket.gone:
+            return
+        ticket.gone = True
+        busy = one.running
+        one.running -= 1
+        left = max(0.0, ticket.units - (now_s - ticket.began_s) / (self.unit_s * max(busy, 1)))
+        one.add(-left, now_s, self.unit_s)
+        if output_tokens is not None and now_s > ticket.began_s:
+            done = ticket.units + _OUTPUT_UNITS * (output_tokens - ticket.ask.output_tokens)
+            if done > 0:  # so long for one of so many at once
+                found = (now_s - ticket.began_s) / done / busy
+                self.unit_s += _LEARNED * (found - self.unit_s)
+
+    def add(self, backend: Backend) -> None:
+        """A replica is there."""
+        self.backends[backend.name] = backend
+
+    def remove(self, name: str) -> None:
+        """A replica is gone; what it was answering is not our business any more."""
+        if self.backends.pop(name, None):
+            self.prefixes.forget(name)

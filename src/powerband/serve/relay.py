@@ -1,0 +1,29 @@
+"""The relay: `python -m powerband.serve.relay PORT ENGINE_PORT` stands before one engine until it is killed."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import socket
+import sys
+
+from powerband.core.engine import Command
+
+
+def compiled() -> bool:
+    """Tell whether there is one; without it a dying replica's streams end with a closed connection."""
+    return importlib.util.find_spec("powerband.serve._relay") is not None
+
+
+def command(port: int, engine_port: int) -> Command:
+    """Return what to run."""
+    return Command(argv=(sys.executable, "-m", "powerband.serve.relay", str(port), str(engine_port)))
+
+
+if __name__ == "__main__":
+    from powerband.serve import _relay
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with socket.create_server(("127.0.0.1", int(sys.argv[1])), backlog=1024) as listener:
+        listener.setblocking(False)
+        _relay.run(listener.fileno(), int(sys.argv[2]))

@@ -1,0 +1,266 @@
+"""The supervisor: keeps a fleet's replicas, its picker and its Envoy alive, and tells each of the others.
+
+    python -m powerband.serve.supervisor FOLDER
+
+Everything that it starts dies with it. The folder holds `order.json`, and says in `status.json` how things are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from powerband.core.engine import Command
+from powerband.errors import PowerbandError
+from powerband.runtime.process import Process
+from powerband.serve import envoy
+from powerband.serve.order import Order, Part
+from powerband.serve.scaling import Scaler, Seen
+from powerband.serve.seat import Seat
+
+_TICK_S, _PATIENCE_S = 0.25, 5.0
+_DRAIN_S = 600.0
+
+
+class Supervisor:
+    """A fleet, from its first replica to its last."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.order = Order.read(folder / "order.json")
+        self.seats: dict[str, Seat] = {}
+        self.summary: dict[str, Any] = {}
+        self.stopping = asyncio.Event()
+        self.changed = asyncio.Event()
+        self._picker: asyncio.StreamWriter | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._numbers = dict.fromkeys(self.order.parts, 0)
+        self._scalers = {name: Scaler(part.policy()) for name, part in self.order.parts.items() if part.scales}
+        self._reachable: set[str] = set()
+
+    async def run(self) -> None:
+        """Serve until told to stop; then let every answer come to its end."""
+        self._write_configuration()
+        for name, part in self.order.parts.items():
+            for _ in range(part.replicas):
+                self._add(name, part)
+        helpers = [
+            asyncio.create_task(self._keep("picker", self._picker_command, self._talk)),
+            asyncio.create_task(self._keep("envoy", self._envoy_command)),
+            asyncio.create_task(self._publish()),
+            asyncio.create_task(self._tick()),
+        ]
+        stopped = asyncio.create_task(self.stopping.wait())
+        done, _ = await asyncio.wait([*helpers, stopped], return_when=asyncio.FIRST_COMPLETED)
+        for one in done - {stopped}:
+            one.result()  # a fault of ours
+        await asyncio.gather(*(self._retire(seat) for seat in list(self.seats.values())))
+        for one in helpers:
+            one.cancel()
+        await asyncio.gather(*helpers, return_exceptions=True)
+
+    def _write_configuration(self) -> None:
+        settings = envoy.bootstrap(
+            host=self.order.host,
+            port=self.order.port,
+            admin_port=self.order.admin_port,
+            picker=self.folder / "picker.sock",
+            endpoints=self.folder / "endpoints" / "replicas.json",
+        )
+        (self.folder / "envoy.json").write_text(json.dumps(settings, indent=1))
+        (self.folder / "endpoints").mkdir(exist_ok=True)
+        self._write_endpoints(set())
+        (self.folder / "menu.json").write_text(json.dumps(self.order.menu()))
+
+    def _write_endpoints(self, addresses: set[str]) -> None:
+        path = self.folder / "endpoints" / "replicas.json"
+        fresh = self.folder / "replicas.new"  # moved into the folder that Envoy watches
+        fresh.write_text(envoy.endpoints(addresses))
+        fresh.replace(path)
+
+    def _add(self, name: str, part: Part) -> None:
+        self._numbers[name] += 1
+        seat = Seat(f"{name}-{self._numbers[name]}", name, part, self.folder, on_change=self.changed.set)
+        self.seats[seat.name] = seat
+        self._spawn(seat.run())
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _retire(self, seat: Seat) -> None:
+        """Send a replica nothing more, wait for what it is answering, and stop it."""
+        seat.draining = True
+        self.changed.set()
+        until = time.monotonic() + _DRAIN_S
+        await asyncio.sleep(2 * _TICK_S)
+        while self._running(seat) and time.monotonic() < until:
+            await asyncio.sleep(_TICK_S)
+        await seat.stop()
+        self.seats.pop(seat.name, None)
+        self.changed.set()
+
+    def _running(self, seat: Seat) -> int:
+        pool = self.summary.get("pools", {}).get(seat.pool, {})
+        return int(pool.get("running", {}).get(seat.name, 0)) if seat.replica else 0
+
+    async def _publish(self) -> None:
+        """Tell Envoy and the picker of every change; the picker sends nobody where Envoy does not know the way."""
+        while True:
+            await self.changed.wait()
+            self.changed.clear()
+            there = {seat.address for seat in self.seats.values() if seat.address}
+            if there - self._reachable:
+                self._write_endpoints(there | self._reachable)
+                await self._until_reachable(there)
+            self._tell()
+            if self._reachable - there:
+                self._write_endpoints(there)
+            self._reachable = there
+
+    async def _until_reachable(self, addresses: set[str]) -> None:
+        """Wait until Envoy has read the file."""
+        until = time.monotonic() + _PATIENCE_S
+        async with httpx.AsyncClient(trust_env=False) as http:
+            while time.monotonic() < until:
+                with contextlib.suppress(httpx.HTTPError):
+                    known = (await http.get(f"http://127.0.0.1:{self.order.admin_port}/clusters", timeout=1)).text
+                    if all(f"replicas::{one}::" in known for one in addresses):
+                        return
+                await asyncio.sleep(0.02)
+
+    def _tell(self) -> None:
+        if self._picker is None:
+            return
+        backends: dict[str, list[dict[str, Any]]] = {name: [] for name in self.order.parts}
+        for seat in self.seats.values():
+            if seat.address:
+                backends[seat.pool].append(
+                    {
+                        "name": seat.name,
+                        "address": seat.address,
+                        "most": seat.part.in_flight,
+                        "ready": not seat.draining,
+                    }
+                )
+        self._picker.write(json.dumps({"backends": backends}).encode() + b"\n")
+
+    async def _keep(
+        self, name: str, command: Callable[[], Command], use: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """Run a helper, and run it again whenever it ends."""
+        pause_s = 0.05
+        while True:
+            began = time.monotonic()
+            async with Process(command(), log=self.folder / f"{name}.log") as process:
+                using = asyncio.ensure_future(use()) if use else None
+                try:
+                    await process.ended.wait()
+                finally:
+                    if using:
+                        using.cancel()
+                        with contextlib.suppress(asyncio.CancelledError):
+                            await using
+            pause_s = 0.05 if time.monotonic() - began > 10 else min(2 * pause_s, 2.0)
+            await asyncio.sleep(pause_s)
+
+    def _picker_command(self) -> Command:
+        return Command(argv=(sys.executable, "-m", "powerband.serve.picker", str(self.folder)))
+
+    def _envoy_command(self) -> Command:
+        options = ("--disable-hot-restart", "--concurrency", str(self.order.threads), "--log-level", "warning")
+        return Command(argv=(envoy.program(), "-c", str(self.folder / "envoy.json"), *options))
+
+    async def _talk(self) -> None:
+        """Hear from the picker how things are, as long as it lives."""
+        while True:
+            try:
+                reader, self._picker = await asyncio.open_unix_connection(self.folder / "control.sock", limit=2**24)
+                break
+            except OSError:
+                await asyncio.sleep(0.02)
+        self.changed.set()
+        self._tell()
+        try:
+            while line := await reader.readline():
+                self.summary = json.loads(line)
+        finally:
+            self._picker = None
+
+    async def _tick(self) -> None:
+        """Scale, reload keys, and say how things are."""
+        keys = _changed_at(self.order.tenants)
+        while True:
+            for name, scaler in self._scalers.items():
+                self._scale(name, scaler)
+            if (now := _changed_at(self.order.tenants)) != keys and self._picker:
+                keys = now
+                self._picker.write(json.dumps({"tenants": self.order.tenants}).encode() + b"\n")
+            fresh = self.folder / "status.new"
+            fresh.write_text(json.dumps(self.status()))
+            fresh.replace(self.folder / "status.json")
+            await asyncio.sleep(_TICK_S)
+
+    def _scale(self, name: str, scaler: Scaler) -> None:
+        part, pool = self.order.parts[name], self.summary.get("pools", {}).get(name)
+        seats = [one for one in self.seats.values() if one.pool == name and not one.draining]
+        if pool is None:
+            return
+        seen = Seen(
+            at_s=time.monotonic(),
+            ready=sum(one.address is not None for one in seats),
+            starting=sum(one.address is None for one in seats),
+            waiting=pool["depth"],
+            running=sum(pool["running"].values()),
+            arrived=pool["arrived"],
+        )
+        wanted = scaler.wanted(seen)
+        for _ in range(wanted - len(seats)):
+            self._add(name, part)
+        idlest = sorted(seats, key=lambda one: (one.address is not None, self._running(one)))
+        for seat in idlest[: max(0, len(seats) - wanted)]:
+            self._spawn(self._retire(seat))
+
+    def status(self) -> dict[str, Any]:
+        """Return how things are."""
+        return {
+            "url": f"http://{self.order.host}:{self.order.port}",
+            "pid": os.getpid(),
+            "at": time.time(),
+            "picker": self._picker is not None,
+            "replicas": [seat.status() for seat in self.seats.values()],
+            **self.summary,
+        }
+
+
+def _changed_at(path: str) -> float:
+    try:
+        return Path(path).stat().st_mtime if path else 0.0
+    except OSError:
+        return 0.0
+
+
+async def _main(folder: Path) -> None:
+    supervisor = Supervisor(folder)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, supervisor.stopping.set)
+    await supervisor.run()
+
+
+if __name__ == "__main__":
+    try:
+        asyncio.run(_main(Path(sys.argv[1])))
+    except PowerbandError as error:
+        sys.exit(f"{error.message}\nhint: {error.hint}")

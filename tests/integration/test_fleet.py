@@ -1,0 +1,208 @@
+"""A fleet of golden servers behind a real Envoy: what is routed, queued, refused, and what survives."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from powerband.serve import Fleet, tenants
+from support import fleets
+from support.fleets import CHAT
+
+pytest.importorskip("grpc")
+
+
+async def chat(http: httpx.AsyncClient, headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
+    return await http.post("/v1/chat/completions", json={**CHAT, **more}, headers=headers)
+
+
+def replicas(fleet: Fleet) -> dict[str, dict[str, Any]]:
+    return {one["name"]: one for one in fleet.status()["replicas"]}
+
+
+async def busy(fleet: Fleet, model: str = "golden") -> str:
+    """Return the replica that is answering something."""
+    for _ in range(100):
+        for name, running in fleet.status()["pools"][model]["running"].items():
+            if running:
+                return str(name)
+        await asyncio.sleep(0.05)
+    raise AssertionError("nobody is busy")
+
+
+async def answers_again(http: httpx.AsyncClient, since: float) -> float:
+    while time.monotonic() < since + 20:
+        try:
+            if (await chat(http)).status_code == 200:
+                return time.monotonic() - since
+        except httpx.HTTPError:
+            pass
+        await asyncio.sleep(0.05)
+    raise AssertionError("it does not answer any more")
+
+
+async def test_it_serves_and_says_who_answered(tmp_path: Path) -> None:
+    async with fleets.running(fleets.write(tmp_path)) as (fleet, http):
+        answers = await asyncio.gather(*(chat(http) for _ in range(8)))
+        assert {one.status_code for one in answers} == {200}
+        assert {one.headers["x-powerband-replica"] for one in answers} == {"golden-1", "golden-2"}
+        assert {one.headers["x-powerband-recipe"] for one in answers} == {"golden"}
+        assert (await http.get("/health")).json() == {"status": "ok"}
+        assert [one["id"] for one in (await http.get("/v1/models")).json()["data"]] == ["golden"]
+        assert (await fleets.events(http))[-1] == "[DONE]"
+        refused = [
+            await http.get("/other"),
+            await chat(http, model="other"),
+            await http.post("/v1/chat/completions", content=b"{{"),
+            await http.get("/v1/completions"),
+        ]
+        assert [one.status_code for one in refused] == [404, 404, 400, 405]
+        assert all(one.json()["error"]["code"] for one in refused)
+        page = (await http.get("/metrics")).text
+        assert 'powerband_ttft_seconds_count{model="golden"} 9.0' in page
+        everyone = fleets.processes(fleet)
+        assert len(everyone) > 6
+    assert not [one for one in everyone if one.is_running() and one.status() != "zombie"]
+
+
+async def test_a_client_cannot_choose_where_it_goes(tmp_path: Path) -> None:
+    async with fleets.running(fleets.write(tmp_path)) as (fleet, http):
+        inside = f"127.0.0.1:{fleet.order.admin_port}"
+        answer = await chat(http, {"x-gateway-destination-endpoint": inside, "x-powerband-replica": "me"})
+        assert answer.status_code == 200
+        assert answer.headers["x-powerband-replica"] in replicas(fleet)
+        assert (await http.get("/ready", headers={"x-gateway-destination-endpoint": inside})).status_code == 404
+
+
+async def test_what_waits_goes_by_class_and_is_refused_when_it_would_be_late(tmp_path: Path) -> None:
+    path = fleets.write(
+        tmp_path, models={"golden": {"replicas": 1, "in_flight": 1, "patience_s": 1.2}}, ttft_s=0.3, itl_s=0.001
+    )
+    async with fleets.running(path) as (_, http):
+        order: list[str] = []
+
+        async def one(name: str, priority: str) -> int:
+            answer = await chat(http, {"x-powerband-priority": priority})
+            order.append(name)
+            if answer.status_code == 429:
+                assert int(answer.headers["retry-after"]) >= 1
+            return answer.status_code
+
+        first = asyncio.create_task(one("first", "low"))
+        await asyncio.sleep(0.1)
+        low = asyncio.create_task(one("low", "low"))
+        await asyncio.sleep(0.05)
+        high = asyncio.create_task(one("high", "high"))
+        assert set(await asyncio.gather(first, low, high)) == {200}
+        assert order == ["first", "high", "low"]
+        found = await asyncio.gather(*(one("many", "low") for _ in range(12)))
+        assert 200 in found and 429 in found and set(found) == {200, 429}
+
+
+async def test_who_gives_up_leaves_the_queue(tmp_path: Path) -> None:
+    path = fleets.write(tmp_path, models={"golden": {"replicas": 1, "in_flight": 1}}, ttft_s=0.5)
+    async with fleets.running(path) as (fleet, http):
+        first = asyncio.create_task(chat(http))
+        await asyncio.sleep(0.1)
+        second = asyncio.create_task(chat(http))
+        await asyncio.sleep(0.1)
+        second.cancel()
+        await asyncio.sleep(0.6)
+        assert fleet.status()["pools"]["golden"]["depth"] == 0
+        assert (await first).status_code == 200
+        assert (await chat(http)).status_code == 200
+
+
+async def test_what_cannot_wait_overflows_to_the_fallback(tmp_path: Path) -> None:
+    models: dict[str, dict[str, Any]] = {
+        "golden": {"replicas": 1, "in_flight": 1, "patience_s": 0.2, "fallback": "small"},
+        "small": {"replicas": 1},
+    }
+    async with fleets.running(fleets.write(tmp_path, models=models, ttft_s=1.0)) as (_, http):
+        answers = await asyncio.gather(*(chat(http) for _ in range(4)))
+        assert [one.status_code for one in answers] == [200] * 4
+        assert sorted(one.headers["x-powerband-recipe"] for one in answers)[-1] == "small (overflow)"
+        assert {one.json()["model"] for one in answers} == {"golden", "small"}
+
+
+async def test_tenants_have_keys_and_limits(tmp_path: Path) -> None:
+    keys = {name: tenants.new_key() for name in ("rich", "poor", "late")}
+    limits = {"rich": {}, "poor": {"rate_per_s": 0.01, "burst": 2}, "late": {}}
+
+    def listed(*names: str) -> None:
+        who = {name: {"key_sha256": keys[name][1], **limits[name]} for name in names}
+        (tmp_path / "tenants.json").write_text(json.dumps({"powerband": "tenants/1", "tenants": who}))
+
+    listed("rich", "poor")
+    path = fleets.write(tmp_path)
+
+    async def status(http: httpx.AsyncClient, key: str) -> int:
+        return (await chat(http, {"authorization": f"Bearer {key}"})).status_code
+
+    async with fleets.running(path, tenants=str(tmp_path / "tenants.json")) as (fleet, http):
+        assert (await chat(http)).status_code == 401
+        assert await status(http, "pb-wrong") == 401
+        assert [await status(http, keys["poor"][0]) for _ in range(3)] == [200, 200, 429]
+        assert await status(http, keys["rich"][0]) == 200
+        assert await status(http, keys["late"][0]) == 401
+        listed("rich", "poor", "late")
+        for _ in range(40):
+            await asyncio.sleep(0.1)
+            if (found := await status(http, keys["late"][0])) == 200:
+                break
+        assert found == 200
+        await asyncio.sleep(0.5)
+        assert fleet.status()["tenants"]["poor"]["output_tokens"] == 10
+        for file in fleet.folder.rglob("*"):
+            if file.is_file():
+                assert keys["rich"][0].encode() not in file.read_bytes()
+
+
+async def test_a_request_without_a_token_outlives_its_replica(tmp_path: Path) -> None:
+    async with fleets.running(fleets.write(tmp_path, ttft_s=1.0)) as (fleet, http):
+        asked = [asyncio.create_task(chat(http)) for _ in range(4)]
+        streams = [asyncio.create_task(fleets.events(http)) for _ in range(4)]
+        victim = replicas(fleet)[await busy(fleet)]
+        os.kill(victim["pid"], signal.SIGKILL)
+        assert [one.status_code for one in await asyncio.gather(*asked)] == [200] * 4
+        for found in await asyncio.gather(*streams):
+            assert found[-1] == "[DONE]" and len(found) == 6
+        for _ in range(100):
+            if replicas(fleet)[victim["name"]]["state"] == "ready":
+                break
+            await asyncio.sleep(0.05)
+        assert replicas(fleet)[victim["name"]]["starts"] == 2
+
+
+async def test_a_stream_that_is_cut_ends_with_an_error(tmp_path: Path) -> None:
+    path = fleets.write(tmp_path, models={"golden": {"replicas": 1}}, ttft_s=0.1, itl_s=0.05)
+    async with fleets.running(path) as (fleet, http):
+        streams = [asyncio.create_task(fleets.events(http, max_tokens=100)) for _ in range(4)]
+        await asyncio.sleep(1.0)
+        os.kill(replicas(fleet)["golden-1"]["pid"], signal.SIGKILL)
+        for found in await asyncio.gather(*streams):
+            assert 5 < len(found) < 100
+            last = found[-1]
+            assert isinstance(last, dict) and last["error"]["code"] == "replica_died"
+
+
+@pytest.mark.parametrize("name", ["powerband.serve.picker", "envoy", "powerband.serve.supervisor"])
+async def test_it_recovers_from_the_death_of_a_part(tmp_path: Path, name: str) -> None:
+    async with fleets.running(fleets.write(tmp_path)) as (fleet, http):
+        assert (await chat(http)).status_code == 200
+        before = fleets.processes(fleet)
+        killed = fleets.helper(fleet, name)
+        killed.kill()
+        assert await answers_again(http, time.monotonic()) < 5
+        after = {one.pid for one in fleets.processes(fleet)}
+        await asyncio.sleep(1.0)
+        left = [one for one in before if one.is_running() and one.status() != "zombie" and one.pid not in after]
+        assert not left

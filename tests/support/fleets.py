@@ -1,0 +1,73 @@
+"""Fleets of golden servers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from powerband import serve
+from powerband.serve import Fleet
+
+CHAT = {"model": "golden", "messages": [{"role": "user", "content": "hello there"}], "max_tokens": 5}
+
+
+def write(folder: Path, *, models: dict[str, dict[str, Any]] | None = None, **knobs: Any) -> Path:
+    """Write a fleet of golden servers; `models` says how each is served."""
+    for name in models or {"golden": {}}:
+        deployment = {"powerband": "deployment/1", "name": name, "variant": {"source": name}, "engine": "fake"}
+        (folder / f"{name}.json").write_text(json.dumps({**deployment, "config": knobs}))
+    served = {
+        name: {"recipe": f"{name}.json", **more} for name, more in (models or {"golden": {"replicas": 2}}).items()
+    }
+    path = folder / "fleet.json"
+    path.write_text(json.dumps({"powerband": "fleet/1", "models": served}))
+    return path
+
+
+@contextlib.asynccontextmanager
+async def running(path: Path, *, tenants: str = "") -> AsyncIterator[tuple[Fleet, httpx.AsyncClient]]:
+    """Run a fleet until it is ready, and yield it with a client."""
+    parts, _ = serve.resolved(path)
+    folder = path.parent / "run"
+    folder.mkdir()
+    async with serve.fleet(parts, tenants=tenants, folder=folder) as fleet:
+        await fleet.ready(30)
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=fleet.url, trust_env=False, timeout=30, limits=limits) as http:
+            yield fleet, http
+
+
+def processes(fleet: Fleet) -> list[psutil.Process]:
+    """Return every process of a fleet, by the folder that its command line or its keeper's names."""
+    found = []
+    for one in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if str(fleet.folder) in " ".join(one.cmdline()):
+                found += [one, *one.children(recursive=True)]
+    return list({one.pid: one for one in found}.values())
+
+
+def helper(fleet: Fleet, name: str) -> psutil.Process:
+    """Return the process of the picker, of Envoy or of the supervisor."""
+    for one in processes(fleet):
+        with contextlib.suppress(psutil.Error):
+            line = one.cmdline()
+            if "keeper.py" not in " ".join(line[:5]) and any(name in part for part in line[:4]):
+                return one
+    raise LookupError(name)
+
+
+async def events(http: httpx.AsyncClient, **more: Any) -> list[dict[str, Any] | str]:
+    """Ask for a stream and return its events; it must come to an orderly end."""
+    found: list[dict[str, Any] | str] = []
+    async with http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True, **more}) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: "):
+                found.append(line[6:] if line == "data: [DONE]" else json.loads(line[6:]))
+    return found
