@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from powerband import rollout
 from powerband.serve import Fleet, tenants
 from support import fleets
 from support.fleets import CHAT
@@ -206,3 +207,26 @@ async def test_it_recovers_from_the_death_of_a_part(tmp_path: Path, name: str) -
         await asyncio.sleep(1.0)
         left = [one for one in before if one.is_running() and one.status() != "zombie" and one.pid not in after]
         assert not left
+
+
+@pytest.mark.parametrize("fault", [None, "answers_wrongly", "crashes"])
+async def test_a_rollout_promotes_what_is_as_good_and_nothing_else(tmp_path: Path, fault: str | None) -> None:
+    new = {"powerband": "deployment/1", "name": "newer", "variant": {"source": "golden"}, "engine": "fake"}
+    (tmp_path / "newer.json").write_text(json.dumps({**new, "config": {"fault": fault} if fault else {}}))
+    async with fleets.running(fleets.write(tmp_path)) as (fleet, http):
+        stop = asyncio.Event()
+        found: list[httpx.Response] = []
+
+        async def user() -> None:
+            while not stop.is_set():
+                found.append(await chat(http))
+
+        users = [asyncio.create_task(user()) for _ in range(4)]
+        verdict = await rollout.rollout(fleet.folder, tmp_path / "newer.json", share=0.3, requests=20, patience_s=30)
+        await asyncio.sleep(0.5)
+        stop.set()
+        await asyncio.gather(*users)
+        assert verdict.promoted == (fault is None)
+        assert {one.status_code for one in found} == {200}
+        assert found[-1].headers["x-powerband-recipe"] == ("newer" if fault is None else "golden")
+        assert [one["recipe"] for one in fleet.status()["replicas"]] == 2 * ["newer" if fault is None else "golden"]

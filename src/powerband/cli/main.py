@@ -18,6 +18,7 @@ from powerband.cli import (
     evaluate,
     plan,
     quantize,
+    rollout,
     run,
     schema,
     serve,
@@ -48,6 +49,7 @@ app.command("bench")(bench.bench)
 app.command("tune")(tune.tune)
 app.command("verify")(verify.verify)
 app.command("serve")(serve.serve)
+app.command("rollout")(rollout.rollout)
 app.command("key")(serve.key)
 app.command("diff")(diff.diff)
 

@@ -25,6 +25,8 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int | None, typer.Option(help="Port to listen on.", show_default="a free one")] = None,
+    launcher: Annotated[str, typer.Option(help="Where replicas run: local, or ray.")] = "local",
+    cluster: Annotated[str, typer.Option(help="The address of the Ray cluster.")] = "auto",
     ready_timeout: Annotated[str, typer.Option(help="How long the start may take.")] = "600s",
     run_dir: Annotated[str | None, typer.Option(help="Where logs go.", show_default="a new state folder")] = None,
     json: Json = False,
@@ -35,6 +37,7 @@ def serve(
 
     from powerband import serve as stage
     from powerband.core.fleet import Tenants
+    from powerband.errors import InputError
     from powerband.store import documents
 
     parts, listed = stage.resolved(Path(what), replicas=replicas)
@@ -42,7 +45,10 @@ def serve(
         documents.of(Tenants, Path(tenants))
         listed = str(Path(tenants).resolve())
     folder = given.folder(run_dir) if run_dir else None
-    fleet = stage.fleet(parts, tenants=listed, host=host, port=port, folder=folder)
+    if launcher not in ("local", "ray"):
+        raise InputError(f"there is no launcher '{launcher}'", hint="local or ray")
+    where = {"launcher": launcher, "cluster": cluster}
+    fleet = stage.fleet(parts, tenants=listed, host=host, port=port, folder=folder, **where)
     asyncio.run(_serve(fleet, ready_timeout_s=given.seconds(ready_timeout), json=json))
 
 

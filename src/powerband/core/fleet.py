@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from powerband.core.document import Document, Value
 
 Class = Literal["high", "normal", "low"]
+Routing = Literal["prefix", "round-robin"]
 CLASSES: tuple[Class, ...] = ("high", "normal", "low")
 
 
@@ -21,6 +22,8 @@ class Served(Value):
     in_flight: int | None = Field(default=None, ge=1, description="per replica; none: what the recipe proved")
     patience_s: float | None = Field(default=None, gt=0, description="longest wait for a first token; none: the SLO's")
     aliases: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = Field(default=(), description="LoRA adapters of the deployment, asked for by name")
+    routing: Routing = Field(default="prefix", description="round-robin is there to compare with")
     fallback: str = Field(default="", description="the model that takes what this one cannot serve in time")
 
 
@@ -34,7 +37,7 @@ class Fleet(Document):
 
     @model_validator(mode="after")
     def _names_are_known(self) -> Fleet:
-        names = [*self.models, *(alias for one in self.models.values() for alias in one.aliases)]
+        names = [*self.models, *(name for one in self.models.values() for name in (*one.aliases, *one.adapters))]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"{min(twice)} is the name of two models")
         for name, one in self.models.items():

@@ -15,7 +15,15 @@ from powerband.engines import knobs
 from powerband.engines.base import Engine
 from powerband.engines.knobs import Knob
 
-Fault = Literal["never_ready", "dies_on_first_request", "out_of_memory", "crashes", "ignores_term", "leaves_child"]
+Fault = Literal[
+    "never_ready",
+    "dies_on_first_request",
+    "out_of_memory",
+    "crashes",
+    "ignores_term",
+    "leaves_child",
+    "answers_wrongly",
+]
 
 
 class FakeConfig(EngineConfig):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from powerband.core.fleet import CLASSES, Tenants
+from powerband.core.fleet import CLASSES, Routing, Tenants
 from powerband.serve import prefixes, requests
 from powerband.serve.pool import CHARACTERS_PER_TOKEN, Ask, Backend, Pool, Ticket
 from powerband.serve.requests import Refused, Request
@@ -25,19 +25,21 @@ class Menu:
     """What the desk must know of one model of the fleet."""
 
     name: str
-    recipe: str  # told to clients
     patience_s: float
     usual: Ask
     rate_per_s: float | None = None
     usd_per_1m_tokens: float = 0.0
     aliases: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
+    routing: Routing = "prefix"
     fallback: str = ""
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Menu:
         """Read it back from plain data."""
         usual = Ask(**data["usual"])
-        return cls(**{**data, "usual": usual, "aliases": tuple(data.get("aliases", ()))})
+        names = {key: tuple(data.get(key, ())) for key in ("aliases", "adapters")}
+        return cls(**{**data, "usual": usual, **names})
 
 
 @dataclass(eq=False, slots=True)
@@ -92,22 +94,25 @@ class Desk:
     def __post_init__(self) -> None:
         self.door = Door(self.tenants)
         for name, menu in self.menus.items():
-            self.pools[name] = Pool(name, rate_per_s=menu.rate_per_s, usual=menu.usual)
-        self._names = {alias: name for name, menu in self.menus.items() for alias in (name, *menu.aliases)}
+            self.pools[name] = Pool(name, rate_per_s=menu.rate_per_s, usual=menu.usual, routing=menu.routing)
+        self._names = {
+            said: name for name, menu in self.menus.items() for said in (name, *menu.aliases, *menu.adapters)
+        }
         self._by_ticket: dict[Ticket, Case] = {}
 
-    def backends(self, wanted: Mapping[str, list[dict[str, Any]]]) -> None:
-        """Take the replicas as they are now."""
+    def backends(self, wanted: Mapping[str, list[dict[str, Any]]], shares: Mapping[str, float]) -> None:
+        """Take the replicas as they are now, and the share of requests that goes to a recipe on trial."""
         for name, pool in self.pools.items():
+            pool.share = shares.get(name, 0.0)
             there = {one["name"]: one for one in wanted.get(name, ())}
             for gone in set(pool.backends) - set(there):
                 pool.remove(gone)
             for one in there.values():
                 known = pool.backends.get(one["name"])
                 if known is None or known.address != one["address"]:
-                    pool.add(Backend(one["name"], one["address"], one["most"], one["ready"]))
+                    pool.add(Backend(**one))
                 else:
-                    known.most, known.ready = one["most"], one["ready"]
+                    known.most, known.ready, known.canary = one["most"], one["ready"], one["canary"]
             self._send(pool)
 
     async def pick(self, body: bytes, *, tenant: str, headers: Mapping[str, str]) -> Sent:
@@ -117,7 +122,7 @@ class Desk:
         if name is None:
             raise Refused(404, f"there is no model {asked.model}", code="model_not_found")
         menu, now_s = self.menus[name], self.clock()
-        account = self.door.enter(tenant, name, now_s)
+        account = self.door.enter(tenant, asked.model if asked.model in menu.adapters else name, now_s)
         try:
             case = self._admitted(asked, menu, tenant, account, headers, now_s)
         except Refused:
@@ -133,12 +138,12 @@ class Desk:
         backend = case.ticket.backend
         assert backend is not None
         others = case.pool.others(case.ticket, now_s)
-        renamed = asked.model != case.model.name
+        renamed = asked.model not in (case.model.name, *case.model.adapters)
         return Sent(
             case=case.name,
             addresses=(backend.address, *(one.address for one in others)),
             replica=backend.name,
-            recipe=case.model.recipe + (" (overflow)" if case.overflowed else ""),
+            recipe=backend.recipe + (" (overflow)" if case.overflowed else ""),
             body=_renamed(body, case.model.name) if renamed else None,
         )
 
@@ -167,6 +172,7 @@ class Desk:
                     blocks=blocks,
                     priority=priority,
                     patience_s=patience_s,
+                    adapter=asked.model if asked.model in model.adapters else "",
                 )
                 ticket = pool.enter(ask, now_s)
                 future = asyncio.get_running_loop().create_future()
@@ -226,6 +232,11 @@ class Desk:
         account.usd += ended.output_tokens * case.model.usd_per_1m_tokens / 1e6
         self.on_end(case, ended)
         self._send(case.pool)
+
+    def abandon(self) -> None:
+        """Nobody will tell any more how what was sent on ended."""
+        for name in [name for name, case in self.cases.items() if case.ticket.backend is not None]:
+            self.end(name, Ended(status=0))
 
     def _drop(self, case: Case) -> None:
         """Nobody waits for it any more."""

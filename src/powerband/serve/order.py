@@ -12,7 +12,7 @@ from typing import Any
 from powerband import engines
 from powerband.core.deployment import Deployment
 from powerband.core.document import HEADER
-from powerband.core.fleet import Fleet, Served, Tenants
+from powerband.core.fleet import Fleet, Routing, Served, Tenants
 from powerband.core.recipe import Recipe
 from powerband.errors import InputError
 from powerband.launchers import local
@@ -40,9 +40,12 @@ class Part:
     rate_per_s: float | None = None
     usd_per_1m_tokens: float = 0.0
     aliases: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
+    routing: Routing = "prefix"
     fallback: str = ""
     most_replicas: int | None = None
     start_s: float = 10.0
+    ttft_s: float | None = None  # that is promised
 
     @property
     def scales(self) -> bool:
@@ -54,6 +57,11 @@ class Part:
         assert self.most_replicas is not None
         rate = self.rate_per_s or self.in_flight / 2
         return Policy(rate, self.start_s, least=self.replicas, most=self.most_replicas, patience_s=self.patience_s)
+
+    @classmethod
+    def of(cls, data: dict[str, Any]) -> Part:
+        """Read it back from plain data."""
+        return cls(**{**data, "aliases": tuple(data["aliases"]), "adapters": tuple(data["adapters"])})
 
     def deployment(self) -> Deployment[Any]:
         """Return the deployment that each replica is, under the fleet's name for it."""
@@ -71,6 +79,8 @@ class Order:
     admin_port: int
     tenants: str = ""
     threads: int = 1  # of Envoy
+    launcher: str = "local"
+    cluster: str = "auto"  # where Ray is
 
     def write(self, path: Path) -> None:
         """Keep it where the supervisor finds it."""
@@ -80,20 +90,25 @@ class Order:
     def read(cls, path: Path) -> Order:
         """Read it back."""
         data = json.loads(path.read_text())
-        parts = {name: Part(**{**one, "aliases": tuple(one["aliases"])}) for name, one in data.pop("parts").items()}
+        parts = {name: Part.of(one) for name, one in data.pop("parts").items()}
         return cls(parts=parts, **data)
+
+    def with_part(self, part: Part) -> Order:
+        """Return the order with another recipe for one model."""
+        return dataclasses.replace(self, parts={**self.parts, part.name: part})
 
     def menu(self) -> dict[str, Any]:
         """Return what the picker must know."""
         models = {
             name: {
                 "name": name,
-                "recipe": part.recipe,
                 "patience_s": part.patience_s,
                 "usual": {"prompt_tokens": part.prompt_tokens, "output_tokens": part.output_tokens},
                 "rate_per_s": part.rate_per_s,
                 "usd_per_1m_tokens": part.usd_per_1m_tokens,
                 "aliases": part.aliases,
+                "adapters": part.adapters,
+                "routing": part.routing,
                 "fallback": part.fallback,
             }
             for name, part in self.parts.items()
@@ -142,6 +157,8 @@ def _part(name: str, served: Served, path: Path) -> Part:
         in_flight=in_flight,
         patience_s=patience_s,
         aliases=served.aliases,
+        adapters=served.adapters,
+        routing=served.routing,
         fallback=served.fallback,
         most_replicas=served.most_replicas,
         **proven,
@@ -156,6 +173,7 @@ def _proven(recipe: Recipe) -> dict[str, Any]:
         "usd_per_1m_tokens": recipe.usd_per_1m_tokens,
         "in_flight": recipe.promise.in_flight,
         "patience_s": _OF_THE_SLO * min(waits) if waits else _PATIENCE_S,
+        "ttft_s": min(waits, default=None),
     }
     for name in ("prompt_tokens", "output_tokens"):
         if (seen := recipe.validity.get(name)) is not None:

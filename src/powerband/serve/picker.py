@@ -35,7 +35,7 @@ _OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 _EXPIRE_S, _TELL_S = 0.02, 0.25
 _GO_ON = wire.ProcessingResponse(
     request_headers=wire.HeadersResponse(
-        response=wire.CommonResponse(header_mutation=wire.HeaderMutation(remove_headers=envoy.OURS))
+        response=wire.CommonResponse(header_mutation=wire.HeaderMutation(remove_headers=(*envoy.OURS, "authorization")))
     )
 )
 
@@ -83,11 +83,14 @@ class Picker(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grpc
         return None
 
     async def StreamAccessLogs(self, stream: AsyncIterator[Any], context: Any) -> Any:  # noqa: N802
-        """Hear of the end of every request."""
-        async for message in stream:
-            for entry in message.http_logs.log_entry:
-                if ticket := entry.request.request_headers.get(envoy.TICKET):
-                    self.desk.end(ticket, _ended(entry))
+        """Hear of the end of every request; when Envoy itself ends, so do all that it carried."""
+        try:
+            async for message in stream:
+                for entry in message.http_logs.log_entry:
+                    if ticket := entry.request.request_headers.get(envoy.TICKET):
+                        self.desk.end(ticket, _ended(entry))
+        finally:
+            self.desk.abandon()
         return als_pb2.StreamAccessLogsResponse()
 
 
@@ -177,7 +180,7 @@ async def _control(desk: Desk, watch: Watch, reader: asyncio.StreamReader, write
         while line := await reader.readline():
             told = json.loads(line)
             if "backends" in told:
-                desk.backends(told["backends"])
+                desk.backends(told["backends"], told["shares"])
             if "tenants" in told:
                 with contextlib.suppress(PowerbandError):  # the supervisor says so; the old list stays
                     desk.door.admit(documents.of(Tenants, Path(told["tenants"])))

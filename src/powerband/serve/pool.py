@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
+from powerband.core.fleet import Routing
 from powerband.serve.prefixes import BLOCK, Prefixes
 
 CHARACTERS_PER_TOKEN = 4.0
@@ -57,7 +58,10 @@ class Backend:
     address: str
     most: int  # requests at once
     ready: bool = True
+    recipe: str = ""
+    canary: bool = False  # it serves a recipe that is on trial
     running: int = 0
+    sent: int = 0
     adapters: set[str] = field(default_factory=set)
     _units: float = 0.0
     _as_of_s: float = 0.0
@@ -76,13 +80,21 @@ class Backend:
 class Pool:
     """The replicas that serve one recipe, and the requests that wait for them."""
 
-    def __init__(self, name: str, *, rate_per_s: float | None = None, usual: Ask | None = None) -> None:
-        self.name = name
+    def __init__(
+        self,
+        name: str,
+        *,
+        rate_per_s: float | None = None,
+        usual: Ask | None = None,
+        routing: Routing = "prefix",
+    ) -> None:
+        self.name, self.routing = name, routing
         self.backends: dict[str, Backend] = {}
         self.prefixes = Prefixes()
         self.rate_per_s, self.usual = rate_per_s, usual or Ask(200.0, 100.0)
         self.unit_s = 1.0 / (rate_per_s * self.usual.units) if rate_per_s else 0.001  # of one replica; learned
-        self.arrived = 0
+        self.arrived = self._sent = self._sent_to_canaries = 0
+        self.share = 0.0  # of the requests that go to a recipe on trial
         self._waiting: list[tuple[int, int, Ticket]] = []
         self._units_waiting: dict[int, float] = {}
         self._deadlines: list[tuple[float, int, Ticket]] = []
@@ -140,16 +152,25 @@ class Pool:
             if ticket.gone:
                 continue
             self._units_waiting[ticket.ask.priority] -= ticket.ask.units
-            chosen = self._start(ticket, self.choose(ticket.ask, free, now_s), now_s)
+            chosen = self._start(ticket, self.choose(ticket.ask, self._on_trial(free), now_s), now_s)
             if chosen.running >= chosen.most:
                 free.remove(chosen)
             yield ticket
+
+    def _on_trial(self, free: list[Backend]) -> list[Backend]:
+        """Return the replicas whose turn it is: those of the recipe on trial get their share, and no more."""
+        if not self.share:
+            return free
+        turn = self._sent_to_canaries < self.share * (self._sent + 1)
+        return [one for one in free if one.canary == turn] or free
 
     def choose(self, ask: Ask, able: Collection[Backend], now_s: float) -> Backend:
         """Return who would be done first: what is left of its work, and what of the prompt it has not read.
 
         A prefix in a cache is worth the work that it saves and no more: a busy replica loses its attraction by itself.
         """
+        if self.routing == "round-robin":
+            return min(able, key=lambda one: one.sent)
         matched = self.prefixes.matched(ask.blocks)
         unit_s = self.unit_s
 
@@ -171,6 +192,9 @@ class Pool:
         ticket.backend, ticket.began_s = one, now_s
         ticket.units = max(ask.units - saved, _OUTPUT_UNITS * ask.output_tokens)
         one.running += 1
+        one.sent += 1
+        self._sent += 1
+        self._sent_to_canaries += one.canary
         one.add(ticket.units, now_s, self.unit_s)
         if ask.adapter:
             one.adapters.add(ask.adapter)

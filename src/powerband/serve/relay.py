@@ -1,4 +1,4 @@
-"""The relay: `python -m powerband.serve.relay PORT ENGINE_PORT` stands before one engine until it is killed."""
+"""The relay: `python -m powerband.serve.relay HOST PORT ENGINE_PORT` stands before one engine until it is killed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ def compiled() -> bool:
     return importlib.util.find_spec("powerband.serve._relay") is not None
 
 
-def command(port: int, engine_port: int) -> Command:
+def command(host: str, port: int, engine_port: int) -> Command:
     """Return what to run."""
-    return Command(argv=(sys.executable, "-m", "powerband.serve.relay", str(port), str(engine_port)))
+    return Command(argv=(sys.executable, "-m", "powerband.serve.relay", host, str(port), str(engine_port)))
 
 
 if __name__ == "__main__":
     from powerband.serve import _relay
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with socket.create_server(("127.0.0.1", int(sys.argv[1])), backlog=1024) as listener:
+    host, port, engine_port = sys.argv[1:]
+    with socket.create_server((host, int(port)), backlog=1024) as listener:
         listener.setblocking(False)
-        _relay.run(listener.fileno(), int(sys.argv[2]))
+        _relay.run(listener.fileno(), int(engine_port))

@@ -49,6 +49,8 @@ class Scaler:
     def wanted(self, seen: Seen) -> int:
         """Return how many replicas there should be."""
         policy = self.policy
+        if not self._history:  # what is there was wanted by somebody, who may have known more
+            self._needs.append((seen.at_s, seen.ready + seen.starting))
         self._history.append((seen.at_s, seen.arrived))
         while len(self._history) > 2 and self._history[1][0] <= seen.at_s - policy.window_s:
             self._history.popleft()

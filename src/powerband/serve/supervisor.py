@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -47,9 +48,14 @@ class Supervisor:
         self._numbers = dict.fromkeys(self.order.parts, 0)
         self._scalers = {name: Scaler(part.policy()) for name, part in self.order.parts.items() if part.scales}
         self._reachable: set[str] = set()
+        self._on_trial: dict[str, tuple[Part, float]] = {}  # recipes beside the ones in use, and their share
 
     async def run(self) -> None:
         """Serve until told to stop; then let every answer come to its end."""
+        if self.order.launcher == "ray":
+            from powerband.serve import afar
+
+            await asyncio.to_thread(afar.connect, self.order.cluster)
         self._write_configuration()
         for name, part in self.order.parts.items():
             for _ in range(part.replicas):
@@ -59,6 +65,7 @@ class Supervisor:
             asyncio.create_task(self._keep("envoy", self._envoy_command)),
             asyncio.create_task(self._publish()),
             asyncio.create_task(self._tick()),
+            asyncio.create_task(self._hear()),
         ]
         stopped = asyncio.create_task(self.stopping.wait())
         done, _ = await asyncio.wait([*helpers, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -90,7 +97,8 @@ class Supervisor:
 
     def _add(self, name: str, part: Part) -> None:
         self._numbers[name] += 1
-        seat = Seat(f"{name}-{self._numbers[name]}", name, part, self.folder, on_change=self.changed.set)
+        number, launcher = self._numbers[name], self.order.launcher
+        seat = Seat(f"{name}-{number}", name, part, self.folder, launcher=launcher, on_change=self.changed.set)
         self.seats[seat.name] = seat
         self._spawn(seat.run())
 
@@ -152,9 +160,12 @@ class Supervisor:
                         "address": seat.address,
                         "most": seat.part.in_flight,
                         "ready": not seat.draining,
+                        "recipe": seat.part.recipe,
+                        "canary": seat.pool in self._on_trial and seat.part is self._on_trial[seat.pool][0],
                     }
                 )
-        self._picker.write(json.dumps({"backends": backends}).encode() + b"\n")
+        shares = {name: share for name, (_, share) in self._on_trial.items()}
+        self._picker.write(json.dumps({"backends": backends, "shares": shares}).encode() + b"\n")
 
     async def _keep(
         self, name: str, command: Callable[[], Command], use: Callable[[], Awaitable[None]] | None = None
@@ -198,6 +209,51 @@ class Supervisor:
         finally:
             self._picker = None
 
+    async def _hear(self) -> None:
+        """Take orders about recipes, one on each connection."""
+
+        async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                told = json.loads(await reader.readline())
+                try:
+                    answer = await self._obey(told)
+                except PowerbandError as error:
+                    answer = {"error": error.message, "hint": error.hint}
+                writer.write(json.dumps(answer).encode() + b"\n")
+                await writer.drain()
+            finally:
+                writer.close()
+
+        path = self.folder / "supervisor.sock"
+        path.unlink(missing_ok=True)
+        async with await asyncio.start_unix_server(take, path) as server:
+            await server.serve_forever()
+
+    async def _obey(self, told: dict[str, Any]) -> dict[str, Any]:
+        """Put a recipe on trial, put it in the place of the old one, or give it up."""
+        name = told["model"]
+        if told["do"] == "try":
+            part = Part.of(told["part"])
+            self._on_trial[name] = (part, told["share"])
+            for _ in range(told["replicas"]):
+                self._add(name, part)
+            return {"tried": part.recipe}
+        part, _ = self._on_trial.pop(name)
+        others = [
+            one for one in self.seats.values() if one.pool == name and (one.part is part) != (told["do"] == "promote")
+        ]
+        if told["do"] == "promote":
+            fresh = [one for one in self.seats.values() if one.pool == name and one.part is part]
+            for _ in range(max(0, part.replicas - len(fresh))):
+                self._add(name, part)
+            while not all(one.address for one in self.seats.values() if one.part is part):
+                await asyncio.sleep(_TICK_S)
+            self.order = self.order.with_part(part)
+            self.order.write(self.folder / "order.json")
+            (self.folder / "menu.json").write_text(json.dumps(self.order.menu()))
+        await asyncio.gather(*(self._retire(one) for one in others))
+        return {"serving": self.order.parts[name].recipe}
+
     async def _tick(self) -> None:
         """Scale, reload keys, and say how things are."""
         keys = _changed_at(self.order.tenants)
@@ -215,8 +271,10 @@ class Supervisor:
     def _scale(self, name: str, scaler: Scaler) -> None:
         part, pool = self.order.parts[name], self.summary.get("pools", {}).get(name)
         seats = [one for one in self.seats.values() if one.pool == name and not one.draining]
-        if pool is None:
+        if pool is None or name in self._on_trial:
             return
+        if starts := [one.start_s for one in seats if one.start_s]:
+            scaler.policy = dataclasses.replace(scaler.policy, start_s=max(starts))  # as it was measured here
         seen = Seen(
             at_s=time.monotonic(),
             ready=sum(one.address is not None for one in seats),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -11,6 +12,9 @@ from powerband.serve.desk import Case, Desk, Ended
 from powerband.serve.requests import Refused
 
 _BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 30, 60, 120)
+
+
+_RECENT = 200  # answers of each recipe
 
 
 class Watch:
@@ -43,6 +47,7 @@ class Watch:
         self.cost = Gauge("powerband_tenant_usd", "what a tenant's tokens cost", ["tenant"], registry=self.registry)
         self.done = 0
         self.recent: list[tuple[float, str, float]] = []  # when, which model, its TTFT
+        self.by_recipe: dict[str, dict[str, Any]] = {}
 
     def refused(self, no: Refused) -> None:
         """Count an answer of our own."""
@@ -52,6 +57,12 @@ class Watch:
         """Count an answer of a replica."""
         model, ticket = case.model.name, case.ticket
         self.done += 1
+        recipe = ticket.backend.recipe if ticket.backend else ""
+        held = self.by_recipe.setdefault(recipe, {"done": 0, "failed": 0, "ttft_s": deque(maxlen=_RECENT)})
+        held["done"] += 1
+        held["failed"] += ended.status >= 500
+        if ended.first_s is not None:
+            held["ttft_s"].append(round(ended.first_s, 4))
         self.queue.labels(model).observe(ticket.began_s - ticket.came_s)
         if ended.first_s is not None:
             self.ttft.labels(model).observe(ended.first_s)
@@ -79,6 +90,7 @@ class Watch:
             "done": self.done,
             "refused": dict(desk.refusals),
             "overflows": desk.overflows,
+            "recipes": {name: {**held, "ttft_s": list(held["ttft_s"])} for name, held in self.by_recipe.items()},
             "pools": {
                 name: {
                     "depth": pool.depth,

@@ -81,7 +81,8 @@ class Golden:
         try:
             self.prompt_tokens += prompt
             due = time.monotonic() + self.options.ttft_s
-            words = [WORDS[i % len(WORDS)] + " " for i in range(count)]
+            said = WORDS[::-1] if self.options.fault == "answers_wrongly" else WORDS
+            words = [said[i % len(said)] + " " for i in range(count)]
             usage = {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
             if body.get("stream"):
                 await self.stream(writer, words, due, chat=chat, usage=usage, options=body.get("stream_options"))

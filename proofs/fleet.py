@@ -1,0 +1,134 @@
+"""What the proofs of `serve` share: fleets of real and of golden replicas, and a crowd that asks them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from quality import variants
+
+from powerband import serve
+from powerband.serve import Fleet
+from support import fleets
+
+WORDS = (Path(__file__).parent.parent / "README.md").read_text().split()
+
+
+def real(folder: Path, *, scheme: str = "q8_0", slots: int = 4, name: str = "smollm2", **config: Any) -> Path:
+    """Write a deployment of SmolLM2 on llama.cpp."""
+    data = {
+        "powerband": "deployment/1",
+        "name": name,
+        "variant": {"source": str(variants(scheme)[scheme])},
+        "engine": "llamacpp",
+        "config": {"parallel": slots, "ctx_size": 2048 * slots, "threads": 1, "threads_batch": 1, **config},
+    }
+    path = folder / f"{name}-{scheme}.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
+def written(folder: Path, **models: dict[str, Any]) -> Path:
+    """Write a fleet."""
+    path = folder / "fleet.json"
+    path.write_text(json.dumps({"powerband": "fleet/1", "models": models}))
+    return path
+
+
+@contextlib.asynccontextmanager
+async def running(path: Path) -> AsyncIterator[Fleet]:
+    """Run a fleet until it is ready."""
+    parts, tenants = serve.resolved(path)
+    folder = path.parent / f"run-{time.time_ns()}"
+    folder.mkdir()
+    async with serve.fleet(parts, tenants=tenants, folder=folder) as fleet:
+        await fleet.ready(300)
+        yield fleet
+
+
+def text(words: int, seed: object) -> str:
+    """Return so many words, the same for the same seed."""
+    rng = random.Random(str(seed))
+    return " ".join(rng.choice(WORDS) for _ in range(words))
+
+
+@dataclass
+class Answer:
+    """What a client saw of one request."""
+
+    asked_s: float
+    status: int = 0
+    tokens: int = 0
+    first_s: float | None = None
+    total_s: float = 0.0
+    whole: bool = False
+    error: str = ""  # an event that says what went wrong
+    broke: str = ""  # the connection did
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+async def ask(
+    http: httpx.AsyncClient, model: str, messages: list[dict[str, str]], *, tokens: int = 24, **headers: str
+) -> Answer:
+    """Ask for a stream, and note all that happens to it."""
+    body = {"model": model, "messages": messages, "max_tokens": tokens, "stream": True, "temperature": 0}
+    found, began = Answer(time.time()), time.monotonic()
+    try:
+        async with http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as answer:
+            found.status, found.headers = answer.status_code, dict(answer.headers)
+            async for line in answer.aiter_lines():
+                if line == "data: [DONE]":
+                    found.whole = True
+                elif line.startswith("data: "):
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        found.error = event["error"]["code"]
+                    elif event.get("choices") and event["choices"][0]["delta"].get("content"):
+                        found.tokens += 1
+                        found.first_s = found.first_s or time.monotonic() - began
+    except httpx.HTTPError as error:
+        found.broke = type(error).__name__
+    found.total_s = time.monotonic() - began
+    return found
+
+
+def client(fleet: Fleet) -> httpx.AsyncClient:
+    """Return a client with as many connections as it needs."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+    return httpx.AsyncClient(base_url=fleet.url, trust_env=False, timeout=120, limits=limits)
+
+
+def cpu_s(fleet: Fleet) -> float:
+    """Return the CPU time of whatever stands between a client and an engine."""
+    total = 0.0
+    for one in fleets.processes(fleet):
+        with contextlib.suppress(psutil.Error):
+            line = " ".join(one.cmdline())
+            if "keeper.py" not in line and any(part in line for part in ("serve.picker", "_bin/envoy", "serve.relay")):
+                times = one.cpu_times()
+                total += times.user + times.system
+    return total
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values) if values else float("nan")
+
+
+async def settled(fleet: Fleet, count: int, within_s: float = 60) -> float:
+    """Return after how many seconds so many replicas answer."""
+    began = time.monotonic()
+    while time.monotonic() < began + within_s:
+        if sum(one["state"] == "ready" for one in fleet.status().get("replicas", [])) >= count:
+            return time.monotonic() - began
+        await asyncio.sleep(0.05)
+    return float("inf")

@@ -1,0 +1,76 @@
+"""A replica on another machine: one Ray actor, placed by what it needs, that holds it as this machine would.
+
+Ray restarts nothing here: the supervisor sees an engine, an actor or a node die, and asks for another place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from powerband.errors import EngineFailed, InputError
+from powerband.serve import place
+
+
+def connect(address: str) -> None:
+    """Join the cluster."""
+    try:
+        import ray
+    except ImportError:
+        raise InputError("Ray is not installed", hint="run: pip install 'powerband[ray]'") from None
+    ray.init(address=address, log_to_driver=False, ignore_reinit_error=True)
+
+
+class Holder:
+    """The actor: what it holds dies with it."""
+
+    async def take(self, data: dict[str, Any], directory: str) -> dict[str, Any]:
+        """Start a replica on this node."""
+        import ray
+
+        self._stack = contextlib.AsyncExitStack()
+        host = ray.util.get_node_ip_address()
+        found = await self._stack.enter_async_context(place.taken(data, Path(directory), host=host))
+        self._ended = found.ended
+        return {"address": found.address, "engine": found.engine, "pid": found.pid}
+
+    async def ended(self) -> None:
+        """Return when the replica is gone."""
+        await self._ended()
+
+    async def leave(self) -> None:
+        """Stop it."""
+        await self._stack.aclose()
+
+
+@contextlib.asynccontextmanager
+async def taken(data: dict[str, Any], directory: Path) -> AsyncIterator[place.Taken]:
+    """Start a replica wherever the cluster has room, and yield it once it answers."""
+    import ray
+
+    gpus = len(data.get("placement", {}).get("gpus") or ())
+    actor = ray.remote(Holder).options(num_cpus=1, num_gpus=gpus, max_restarts=0, max_concurrency=8).remote()
+    try:
+        try:
+            found = await actor.take.remote(data, str(directory))
+        except ray.exceptions.RayError as error:
+            raise EngineFailed(_told(error), hint="look at the nodes with 'ray status'", failure="crashed") from None
+
+        async def ended() -> None:
+            try:
+                await actor.ended.remote()
+            except ray.exceptions.RayError as error:
+                raise EngineFailed(_told(error), hint="", failure="crashed") from None
+
+        yield place.Taken(found["address"], found["engine"], found["pid"], ended)
+        with contextlib.suppress(ray.exceptions.RayError):
+            await actor.leave.remote()
+    finally:
+        ray.kill(actor)
+
+
+def _told(error: Exception) -> str:
+    cause = getattr(error, "cause", None)
+    return str(getattr(cause, "message", None) or str(error).splitlines()[-1])

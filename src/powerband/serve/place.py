@@ -1,0 +1,78 @@
+"""A place where one replica runs, with the relay before it; the same on this machine and on a node of a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from powerband import engines
+from powerband.core.document import HEADER
+from powerband.launchers import local
+from powerband.runtime import ports
+from powerband.runtime.process import Process
+from powerband.serve import relay
+
+_FAREWELL_S = 0.2  # for the relay to end the streams of a replica that died
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A replica that answers."""
+
+    address: str
+    engine: str  # its own URL, behind the relay
+    pid: int | None
+    ended: Callable[[], Awaitable[None]]  # returns, or raises why, when it is gone
+
+
+@contextlib.asynccontextmanager
+async def taken(data: dict[str, Any], directory: Path, *, host: str = "127.0.0.1") -> AsyncIterator[Taken]:
+    """Start a replica of a deployment, and yield it once it answers."""
+    plain = {key: value for key, value in data.items() if key != HEADER}
+    deployment = engines.deployment_type(data["engine"]).model_validate(plain)
+    directory.mkdir(parents=True, exist_ok=True)
+    prepared = await asyncio.to_thread(local.prepare, deployment)
+    async with contextlib.AsyncExitStack() as stack:
+        replica = await stack.enter_async_context(local.launch(prepared, directory=directory))
+        port, before = replica.port, None
+        assert port is not None
+        if relay.compiled():
+            own = stack.enter_context(ports.reserve(host))
+            before = Process(relay.command(host, own.number, port), log=directory / "relay.log")
+            await stack.enter_async_context(before)
+            await _listening(host, own.number)
+            port = own.number
+
+        async def ended() -> None:
+            await _first([replica.watch(), *([before.ended.wait()] if before else [])])
+
+        yield Taken(f"{host}:{port}", replica.url, replica.process.pid if replica.process else None, ended)
+        await asyncio.sleep(_FAREWELL_S)
+
+
+async def _listening(host: str, port: int) -> None:
+    """Return once somebody takes connections there."""
+    while True:
+        try:
+            _, writer = await asyncio.open_connection(host, port)
+        except OSError:
+            await asyncio.sleep(0.01)
+        else:
+            writer.close()
+            return
+
+
+async def _first(ends: list[Any]) -> None:
+    """Wait for the first of several ends, and raise what it raised."""
+    tasks = [asyncio.ensure_future(one) for one in ends]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for one in done:
+            one.result()
+    finally:
+        for one in tasks:
+            one.cancel()

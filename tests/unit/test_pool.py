@@ -1,0 +1,249 @@
+"""Who is served next, and where: the picker's heart, told the time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from powerband.core.fleet import Fleet, Tenants
+from powerband.serve import prefixes, requests, tenants
+from powerband.serve.desk import Desk, Ended, Menu
+from powerband.serve.pool import Ask, Backend, Pool, Ticket
+from powerband.serve.prefixes import BLOCK, Prefixes
+from powerband.serve.requests import Refused
+
+
+def pool(*, replicas: int = 2, most: int = 2, **more: Any) -> Pool:
+    found = Pool("m", rate_per_s=1.0, usual=Ask(100.0, 25.0), **more)
+    for number in range(replicas):
+        found.add(Backend(f"r{number}", f"h:{number}", most))
+    return found
+
+
+def sent(found: Pool, now_s: float) -> list[Ticket]:
+    return list(found.dispatch(now_s))
+
+
+def where(ticket: Ticket) -> str:
+    assert ticket.backend is not None
+    return ticket.backend.name
+
+
+def test_nobody_gets_more_at_once_than_was_proven() -> None:
+    found = pool()
+    for _ in range(6):
+        found.enter(Ask(10, 10), 0.0)
+    first = sent(found, 0.0)
+    assert len(first) == 4 and found.depth == 2 and found.running == 4
+    assert [one.running for one in found.backends.values()] == [2, 2]
+    found.finish(first[0], 1.0, output_tokens=10)
+    assert len(sent(found, 1.0)) == 1 and found.depth == 1
+
+
+def test_the_first_class_goes_first_and_those_of_a_class_as_they_came() -> None:
+    found = pool(replicas=1, most=1)
+    running = found.enter(Ask(10, 10), 0.0)
+    assert sent(found, 0.0) == [running]
+    low, normal, other, high = (found.enter(Ask(10, 10, priority=rank), 0.0) for rank in (2, 1, 1, 0))
+    order = []
+    for now_s in range(1, 5):
+        found.finish(running, float(now_s), output_tokens=10)
+        (running,) = sent(found, float(now_s))
+        order.append(running)
+    assert order == [high, normal, other, low]
+
+
+def test_work_decides_and_not_the_number_of_requests() -> None:
+    found = pool(most=8)
+    found.enter(Ask(4000, 500), 0.0)
+    (large,) = sent(found, 0.0)
+    for _ in range(3):
+        found.enter(Ask(20, 10), 0.0)
+    assert {where(one) for one in sent(found, 0.0)} == {"r0", "r1"} - {where(large)}
+
+
+def test_a_prefix_attracts_until_its_holder_is_busy() -> None:
+    found = pool(most=50)
+    blocks = tuple(prefixes.chain("x" * 20 * BLOCK))
+    ask = Ask(20 * BLOCK / 4, 20, blocks=blocks)
+    found.enter(ask, 0.0)
+    (first,) = sent(found, 0.0)
+    found.finish(first, 1.0, output_tokens=20)
+    found.enter(ask, 1.0)
+    (second,) = sent(found, 1.0)
+    assert where(second) == where(first)
+    for _ in range(30):
+        found.enter(ask, 1.0)
+    homes = [where(one) for one in sent(found, 1.0)]
+    assert 5 <= homes.count("r0") <= 25, "one hot prefix piles onto one replica"
+
+
+def test_round_robin_takes_turns() -> None:
+    found = pool(most=50, routing="round-robin")
+    for _ in range(10):
+        found.enter(Ask(10, 10), 0.0)
+    assert [where(one) for one in sent(found, 0.0)] == ["r0", "r1"] * 5
+
+
+def test_an_adapter_stays_where_it_is_loaded() -> None:
+    found = pool(most=50)
+    found.enter(Ask(10, 10, adapter="a"), 0.0)
+    (first,) = sent(found, 0.0)
+    found.finish(first, 1.0, output_tokens=10)
+    for _ in range(3):
+        found.enter(Ask(10, 10, adapter="a"), 1.0)
+    assert {where(one) for one in sent(found, 1.0)} == {where(first)}
+
+
+def test_who_waited_too_long_or_gave_up_is_not_sent() -> None:
+    found = pool(replicas=1, most=1)
+    running = found.enter(Ask(10, 10), 0.0)
+    sent(found, 0.0)
+    hasty, gone, last = (found.enter(Ask(10, 10, patience_s=wait), 0.0) for wait in (1.0, 9.0, math.inf))
+    found.leave(gone)
+    assert list(found.expired(1.5)) == [hasty] and found.depth == 1
+    found.finish(running, 2.0, output_tokens=10)
+    assert sent(found, 2.0) == [last]
+    assert not list(found.expired(100.0))
+
+
+def test_the_wait_is_that_of_those_ahead() -> None:
+    found = pool(replicas=1, most=1)
+    assert found.wait_s(1, 0.0) == 0.0
+    found.enter(Ask(100, 25), 0.0)
+    sent(found, 0.0)
+    for _ in range(4):
+        found.enter(Ask(100, 25, priority=1), 0.0)
+    assert found.wait_s(0, 0.0) == pytest.approx(0.5)
+    assert found.wait_s(1, 0.0) == pytest.approx(4.5)
+    found.backends["r0"].ready = False
+    assert found.wait_s(1, 0.0) == math.inf
+
+
+def test_a_recipe_on_trial_gets_its_share() -> None:
+    found = pool(replicas=1, most=1000)
+    found.add(Backend("new", "h:9", 1000, canary=True))
+    found.share = 0.2
+    for _ in range(100):
+        found.enter(Ask(10, 10), 0.0)
+    assert sum(where(one) == "new" for one in sent(found, 0.0)) == 20
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["enter", "finish", "leave", "expire", "dispatch"]), st.integers(0, 9)), max_size=80
+    )
+)
+def test_nothing_is_lost_whatever_happens(steps: list[tuple[str, int]]) -> None:
+    found, now_s = pool(), 0.0
+    waiting: list[Ticket] = []
+    running: list[Ticket] = []
+    for what, number in steps:
+        now_s += 0.5
+        if what == "enter":
+            waiting.append(found.enter(Ask(10 * number + 1, 5, priority=number % 3, patience_s=number + 1.0), now_s))
+        elif what == "finish" and running:
+            found.finish(running.pop(number % len(running)), now_s, output_tokens=number)
+        elif what == "leave" and waiting:
+            found.leave(waiting.pop(number % len(waiting)))
+        elif what == "expire":
+            for one in found.expired(now_s):
+                waiting.remove(one)
+        for one in found.dispatch(now_s):
+            waiting.remove(one)
+            running.append(one)
+        assert found.depth == len(waiting)
+        assert found.running == len(running) <= 4
+        assert all(0 <= one.running <= 2 for one in found.backends.values())
+        assert found.unit_s > 0
+
+
+def test_prefixes_are_bounded_and_forgotten_with_their_replica() -> None:
+    held = Prefixes(most=100)
+    for number in range(500):
+        held.learn([number], f"r{number % 2}")
+    assert len(held) == 100
+    held.forget("r0")
+    assert len(held) == 50
+    first, second = prefixes.chain("a" * 3 * BLOCK), prefixes.chain("a" * 2 * BLOCK + "b" * BLOCK)
+    held.learn(first, "r1")
+    held.learn(first[:1], "r2")
+    assert held.matched(second) == {"r1": 2, "r2": 1}
+
+
+def menu(name: str = "m", **more: Any) -> Menu:
+    return Menu(name, more.pop("patience_s", 1.0), Ask(100.0, 25.0), rate_per_s=1.0, **more)
+
+
+def backend(name: str, most: int = 1) -> dict[str, Any]:
+    return {"name": name, "address": f"{name}:1", "most": most, "ready": True, "recipe": "r", "canary": False}
+
+
+def body(**more: Any) -> bytes:
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], **more}).encode()
+
+
+async def test_an_alias_is_renamed_and_an_adapter_is_not() -> None:
+    desk = Desk({"m": menu(aliases=("gpt",), adapters=("fine",))})
+    desk.backends({"m": [backend("a", 9), backend("b", 9)]}, {})
+    plain, alias, adapter = [
+        await desk.pick(body(model=name), tenant="anybody", headers={}) for name in ("m", "gpt", "fine")
+    ]
+    assert plain.body is None and adapter.body is None
+    assert alias.body is not None and json.loads(alias.body)["model"] == "m"
+    assert len(plain.addresses) == 2 and plain.recipe == "r"
+    with pytest.raises(Refused) as refused:
+        await desk.pick(body(model="other"), tenant="anybody", headers={})
+    assert refused.value.status == 404
+
+
+async def test_a_tenant_pays_for_what_it_got() -> None:
+    key, digest = tenants.new_key()
+    known = Tenants.model_validate({"tenants": {"me": {"key_sha256": digest, "in_flight": 1, "models": ["m"]}}})
+    desk = Desk({"m": menu(usd_per_1m_tokens=2.0), "n": menu("n")}, known)
+    desk.backends({"m": [backend("a", 9)], "n": [backend("b")]}, {})
+    assert desk.door.known(f"Bearer {key}") == "me"
+    assert list(desk.models("me")) == ["m"]
+    first = await desk.pick(body(), tenant="me", headers={})
+    for wanted, status in (("m", 429), ("n", 403)):
+        with pytest.raises(Refused) as refused:
+            await desk.pick(body(model=wanted), tenant="me", headers={})
+        assert refused.value.status == status
+    desk.end(first.case, Ended(200, output_tokens=500_000, prompt_tokens=7))
+    account = desk.door.account("me")
+    assert (account.usd, account.prompt_tokens, account.running, account.refused) == (1.0, 7, 0, 2)
+
+
+async def test_when_envoy_is_gone_its_places_are_free_again() -> None:
+    desk = Desk({"m": menu(patience_s=50.0)})
+    desk.backends({"m": [backend("a")]}, {})
+    await desk.pick(body(), tenant="anybody", headers={})
+    second = asyncio.create_task(desk.pick(body(), tenant="anybody", headers={}))
+    await asyncio.sleep(0)
+    desk.abandon()
+    assert (await second).replica == "a"
+    assert desk.pools["m"].running == 1
+
+
+@given(st.binary(max_size=300) | st.text(max_size=100).map(str.encode))
+def test_no_body_breaks_the_parser(data: bytes) -> None:
+    try:
+        requests.read(data)
+    except Refused as no:
+        assert json.loads(no.body)["error"]["code"]
+
+
+def test_a_fleet_that_contradicts_itself_is_refused() -> None:
+    for models in (
+        {"a": {"recipe": "r", "fallback": "b"}},
+        {"a": {"recipe": "r", "fallback": "a"}},
+        {"a": {"recipe": "r", "aliases": ["b"]}, "b": {"recipe": "r"}},
+    ):
+        with pytest.raises(ValueError):
+            Fleet.model_validate({"models": models})
