@@ -54,7 +54,7 @@ def test_too_few_replicas_are_late_and_a_late_start_helps_late() -> None:
 
 
 def test_scaling_in_never_drops_an_answer() -> None:
-    requests = [*trace(8.0, 60), *trace(0.2, 300, start_s=60.0)]
+    requests = [*trace(8.0, 60), *trace(0.2, 900, start_s=60.0)]
     policy = Policy(0.8 * SPEED.rate_per_s(requests), SPEED.start_s, patience_s=1.5)
     played = simulator.play(requests, SPEED, simulator.ours(policy), begin=3)
     assert played.attainment > 0.9
