@@ -16,6 +16,7 @@ from powerband.cli import (
     doctor,
     engine,
     evaluate,
+    export,
     plan,
     quantize,
     rollout,
@@ -51,6 +52,7 @@ app.command("verify")(verify.verify)
 app.command("serve")(serve.serve)
 app.command("rollout")(rollout.rollout)
 app.command("key")(serve.key)
+app.command("export")(export.export)
 app.command("diff")(diff.diff)
 
 

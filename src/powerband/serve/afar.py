@@ -33,12 +33,16 @@ class Holder:
         self._stack = contextlib.AsyncExitStack()
         host = ray.util.get_node_ip_address()
         found = await self._stack.enter_async_context(place.taken(data, Path(directory), host=host))
-        self._ended = found.ended
+        self._found = found
         return {"address": found.address, "engine": found.engine, "pid": found.pid}
 
     async def ended(self) -> None:
         """Return when the replica is gone."""
-        await self._ended()
+        await self._found.ended()
+
+    async def gauges(self) -> dict[str, float]:
+        """Return what the engine counts itself."""
+        return await self._found.gauges()
 
     async def leave(self) -> None:
         """Stop it."""
@@ -64,7 +68,11 @@ async def taken(data: dict[str, Any], directory: Path) -> AsyncIterator[place.Ta
             except ray.exceptions.RayError as error:
                 raise EngineFailed(_told(error), hint="", failure="crashed") from None
 
-        yield place.Taken(found["address"], found["engine"], found["pid"], ended)
+        async def gauges() -> dict[str, float]:
+            counted: dict[str, float] = await actor.gauges.remote()
+            return counted
+
+        yield place.Taken(found["address"], found["engine"], found["pid"], ended, gauges)
         with contextlib.suppress(ray.exceptions.RayError):
             await actor.leave.remote()
     finally:

@@ -27,6 +27,7 @@ class Menu:
     name: str
     patience_s: float
     usual: Ask
+    ttft_s: float | None = None  # that is promised
     rate_per_s: float | None = None
     usd_per_1m_tokens: float = 0.0
     aliases: tuple[str, ...] = ()
@@ -74,7 +75,8 @@ class Ended:
     status: int
     output_tokens: int = 0
     prompt_tokens: int = 0
-    first_s: float | None = None  # since it was sent on
+    first_s: float | None = None  # since it came, to the first piece of the answer
+    last_s: float | None = None  # and to the last
     total_s: float | None = None
 
 

@@ -103,6 +103,7 @@ class Order:
             name: {
                 "name": name,
                 "patience_s": part.patience_s,
+                "ttft_s": part.ttft_s,
                 "usual": {"prompt_tokens": part.prompt_tokens, "output_tokens": part.output_tokens},
                 "rate_per_s": part.rate_per_s,
                 "usd_per_1m_tokens": part.usd_per_1m_tokens,

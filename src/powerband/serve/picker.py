@@ -152,12 +152,13 @@ def _ended(entry: Any) -> Ended:
     )
     marks = {name: value.number_value for name, value in fields.items()}
     began_us = common.start_time.seconds * 1e6 + common.start_time.nanos / 1e3
-    first = marks.get("first", 0.0)
+    first, last = marks.get("first", 0.0), marks.get("last", 0.0)
     return Ended(
         status=entry.response.response_code.value,
         output_tokens=int(marks.get("output", 0) or marks.get("pieces", 0)),
         prompt_tokens=int(marks.get("prompt", 0)),
         first_s=(first - began_us) / 1e6 if first else None,
+        last_s=(last - began_us) / 1e6 if last else None,
         total_s=_seconds(common.time_to_last_downstream_tx_byte),
     )
 
@@ -181,6 +182,8 @@ async def _control(desk: Desk, watch: Watch, reader: asyncio.StreamReader, write
             told = json.loads(line)
             if "backends" in told:
                 desk.backends(told["backends"], told["shares"])
+            if "replicas" in told:
+                watch.told = told
             if "tenants" in told:
                 with contextlib.suppress(PowerbandError):  # the supervisor says so; the old list stays
                     desk.door.admit(documents.of(Tenants, Path(told["tenants"])))

@@ -27,6 +27,7 @@ class Taken:
     engine: str  # its own URL, behind the relay
     pid: int | None
     ended: Callable[[], Awaitable[None]]  # returns, or raises why, when it is gone
+    gauges: Callable[[], Awaitable[dict[str, float]]]  # what the engine counts itself
 
 
 @contextlib.asynccontextmanager
@@ -50,7 +51,11 @@ async def taken(data: dict[str, Any], directory: Path, *, host: str = "127.0.0.1
         async def ended() -> None:
             await _first([replica.watch(), *([before.ended.wait()] if before else [])])
 
-        yield Taken(f"{host}:{port}", replica.url, replica.process.pid if replica.process else None, ended)
+        async def gauges() -> dict[str, float]:
+            return (await replica.gauges()).model_dump(exclude_none=True)
+
+        pid = replica.process.pid if replica.process else None
+        yield Taken(f"{host}:{port}", replica.url, pid, ended, gauges)
         await asyncio.sleep(_FAREWELL_S)
 
 

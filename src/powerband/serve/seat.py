@@ -29,6 +29,7 @@ class Seat:
         self.starts = 0
         self.start_s: float | None = None
         self.problem = ""
+        self.gauges: dict[str, float] = {}
         self._stopping = asyncio.Event()
         self._empty = asyncio.Event()
 
@@ -84,6 +85,12 @@ class Seat:
             return afar.taken(data, directory)
         return place.taken(data, directory)
 
+    async def read_gauges(self) -> None:
+        """Ask the engine what it counts; one that is too busy to say so is not asked for long."""
+        if self.replica:
+            with contextlib.suppress(Exception):
+                self.gauges = await asyncio.wait_for(self.replica.gauges(), 5)
+
     async def stop(self) -> None:
         """Empty the seat for good."""
         self._stopping.set()
@@ -102,4 +109,5 @@ class Seat:
             "starts": self.starts,
             "start_s": self.start_s,
             "problem": self.problem,
+            "gauges": self.gauges,
         }

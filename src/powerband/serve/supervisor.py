@@ -30,7 +30,7 @@ from powerband.serve.scaling import Scaler, Seen
 from powerband.serve.seat import Seat
 
 _TICK_S, _PATIENCE_S = 0.25, 5.0
-_DRAIN_S = 600.0
+_DRAIN_S, _GAUGES_S = 600.0, 2.0
 
 
 class Supervisor:
@@ -66,6 +66,7 @@ class Supervisor:
             asyncio.create_task(self._publish()),
             asyncio.create_task(self._tick()),
             asyncio.create_task(self._hear()),
+            asyncio.create_task(self._read_gauges()),
         ]
         stopped = asyncio.create_task(self.stopping.wait())
         done, _ = await asyncio.wait([*helpers, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -208,6 +209,16 @@ class Supervisor:
                 self.summary = json.loads(line)
         finally:
             self._picker = None
+
+    async def _read_gauges(self) -> None:
+        """Ask the engines what they count, and pass it on to the picker, which shows it."""
+        while True:
+            await asyncio.gather(*(seat.read_gauges() for seat in list(self.seats.values())))
+            if self._picker:
+                wanted = {name: sum(seat.pool == name for seat in self.seats.values()) for name in self.order.parts}
+                told = {"replicas": [seat.status() for seat in self.seats.values()], "wanted": wanted}
+                self._picker.write(json.dumps(told).encode() + b"\n")
+            await asyncio.sleep(_GAUGES_S)
 
     async def _hear(self) -> None:
         """Take orders about recipes, one on each connection."""

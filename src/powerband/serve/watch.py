@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from powerband.core.fleet import CLASSES
 from powerband.serve.desk import Case, Desk, Ended
 from powerband.serve.requests import Refused
 
-_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 30, 60, 120)
-
-
+_BUCKETS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 60, 120)
+_FINE = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
+_LENGTHS = (256, 1024, 4096, 16384)  # tokens of a prompt
 _RECENT = 200  # answers of each recipe
+_OF_ENGINES = {  # what the engines count themselves: our name, whether it only grows, and what it is
+    "kv_use": ("powerband_kv_use", False, "share of the KV cache in use"),
+    "prefix_queries_tokens": ("powerband_prefix_queries_tokens", True, "tokens looked for in the prefix cache"),
+    "prefix_hits_tokens": ("powerband_prefix_hits_tokens", True, "tokens found there"),
+    "preemptions": ("powerband_preemptions", True, "requests put back for want of KV cache"),
+    "spec_drafted_tokens": ("powerband_spec_drafted_tokens", True, "tokens guessed"),
+    "spec_accepted_tokens": ("powerband_spec_accepted_tokens", True, "guesses that were right"),
+}
 
 
 class Watch:
@@ -22,31 +34,29 @@ class Watch:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        labels = ["model"]
-        self.queue = Histogram(
-            "powerband_queue_seconds", "from arrival to a replica", labels, buckets=_BUCKETS, registry=self.registry
-        )
-        self.ttft = Histogram(
-            "powerband_ttft_seconds",
-            "from arrival to the first piece",
-            labels,
-            buckets=_BUCKETS,
-            registry=self.registry,
-        )
-        self.e2e = Histogram(
-            "powerband_e2e_seconds", "from arrival to the end", labels, buckets=_BUCKETS, registry=self.registry
-        )
-        self.tokens = Counter("powerband_output_tokens", "tokens written", labels, registry=self.registry)
-        self.refusals = Counter(
-            "powerband_refusals", "requests that the picker answered itself", ["code"], registry=self.registry
-        )
-        self.depth = Gauge("powerband_queue_depth", "requests that wait", labels, registry=self.registry)
+        whose = ["model", "recipe", "class", "prompt"]
+
+        def histogram(name: str, said: str, buckets: tuple[float, ...] = _BUCKETS) -> Histogram:
+            return Histogram(name, said, whose, buckets=buckets, registry=self.registry)
+
+        self.queue = histogram("powerband_queue_seconds", "from arrival to a replica")
+        self.ttft = histogram("powerband_ttft_seconds", "from arrival to the first piece of the answer")
+        self.tpot = histogram("powerband_tpot_seconds", "between two tokens, on average over an answer", _FINE)
+        self.e2e = histogram("powerband_e2e_seconds", "from arrival to the end")
+        self.written = Counter("powerband_output_tokens", "tokens written", ["model"], registry=self.registry)
+        self.read = Counter("powerband_prompt_tokens", "tokens read", ["model"], registry=self.registry)
+        self.late = Counter("powerband_ttft_late", "first tokens by the SLO", ["model", "late"], registry=self.registry)
+        self.refusals = Counter("powerband_refusals", "answers of the picker itself", ["code"], registry=self.registry)
+        self.overflows = Gauge("powerband_overflows", "requests that a fallback took", registry=self.registry)
+        self.depth = Gauge("powerband_queue_depth", "requests that wait", ["model"], registry=self.registry)
         self.running = Gauge(
             "powerband_running", "requests being answered", ["model", "replica"], registry=self.registry
         )
+        self.ready = Gauge("powerband_replicas_ready", "that answer", ["model"], registry=self.registry)
         self.cost = Gauge("powerband_tenant_usd", "what a tenant's tokens cost", ["tenant"], registry=self.registry)
+        self.registry.register(self)
+        self.told: Mapping[str, Any] = {}  # by the supervisor: of the replicas
         self.done = 0
-        self.recent: list[tuple[float, str, float]] = []  # when, which model, its TTFT
         self.by_recipe: dict[str, dict[str, Any]] = {}
 
     def refused(self, no: Refused) -> None:
@@ -55,37 +65,65 @@ class Watch:
 
     def ended(self, case: Case, ended: Ended) -> None:
         """Count an answer of a replica."""
-        model, ticket = case.model.name, case.ticket
-        self.done += 1
+        model, ticket = case.model, case.ticket
         recipe = ticket.backend.recipe if ticket.backend else ""
+        place = bisect_left(_LENGTHS, ticket.ask.prompt_tokens)
+        length = f"<={_LENGTHS[place]}" if place < len(_LENGTHS) else f">{_LENGTHS[-1]}"
+        whose = (model.name, recipe, CLASSES[ticket.ask.priority], length)
+        self.done += 1
         held = self.by_recipe.setdefault(recipe, {"done": 0, "failed": 0, "ttft_s": deque(maxlen=_RECENT)})
         held["done"] += 1
         held["failed"] += ended.status >= 500
+        self.queue.labels(*whose).observe(ticket.began_s - ticket.came_s)
         if ended.first_s is not None:
             held["ttft_s"].append(round(ended.first_s, 4))
-        self.queue.labels(model).observe(ticket.began_s - ticket.came_s)
-        if ended.first_s is not None:
-            self.ttft.labels(model).observe(ended.first_s)
-            self.recent.append((time.monotonic(), model, ended.first_s))
+            self.ttft.labels(*whose).observe(ended.first_s)
+            if model.ttft_s is not None:
+                self.late.labels(model.name, "yes" if ended.first_s > model.ttft_s else "no").inc()
+            if ended.last_s is not None and ended.output_tokens > 1:
+                self.tpot.labels(*whose).observe((ended.last_s - ended.first_s) / (ended.output_tokens - 1))
         if ended.total_s is not None:
-            self.e2e.labels(model).observe(ended.total_s)
-        self.tokens.labels(model).inc(ended.output_tokens)
+            self.e2e.labels(*whose).observe(ended.total_s)
+        self.written.labels(model.name).inc(ended.output_tokens)
+        self.read.labels(model.name).inc(ended.prompt_tokens or ticket.ask.prompt_tokens)
+
+    def collect(self) -> Any:
+        """Yield what the supervisor told of the replicas, for the registry."""
+        replicas = self.told.get("replicas", ())
+        for gauge, (name, grows, said) in _OF_ENGINES.items():
+            family = (CounterMetricFamily if grows else GaugeMetricFamily)(name, said, labels=["model", "replica"])
+            for one in replicas:
+                if (value := one["gauges"].get(gauge)) is not None:
+                    family.add_metric([one["model"], one["name"]], value)
+            yield family
+        starts = CounterMetricFamily("powerband_replica_starts", "how often", labels=["model", "replica"])
+        took = GaugeMetricFamily("powerband_replica_startup_seconds", "of the last", labels=["model", "replica"])
+        for one in replicas:
+            starts.add_metric([one["model"], one["name"]], one["starts"])
+            if one["start_s"] is not None:
+                took.add_metric([one["model"], one["name"]], one["start_s"])
+        yield from (starts, took)
+        wanted = GaugeMetricFamily("powerband_replicas_wanted", "that should answer", labels=["model"])
+        for model, count in self.told.get("wanted", {}).items():
+            wanted.add_metric([model], count)
+        yield wanted
 
     def exposition(self, desk: Desk) -> bytes:
         """Return all of it in Prometheus' text format."""
         self.running.clear()
         for name, pool in desk.pools.items():
             self.depth.labels(name).set(pool.depth)
+            self.ready.labels(name).set(sum(one.ready for one in pool.backends.values()))
             for one in pool.backends.values():
                 self.running.labels(name, one.name).set(one.running)
         for tenant, account in desk.door.accounts.items():
             self.cost.labels(tenant).set(account.usd)
+        self.overflows.set(desk.overflows)
         return generate_latest(self.registry)
 
     def summary(self, desk: Desk) -> dict[str, Any]:
         """Return what the supervisor decides by."""
         now_s = time.monotonic()
-        self.recent = [one for one in self.recent if one[0] > now_s - 30]
         return {
             "done": self.done,
             "refused": dict(desk.refusals),
@@ -97,10 +135,11 @@ class Watch:
                     "arrived": pool.arrived,
                     "wait_s": min(pool.wait_s(1, now_s), 1e9),
                     "running": {one.name: one.running for one in pool.backends.values()},
-                    "ttft_s": [round(ttft, 4) for _, model, ttft in self.recent if model == name][-200:],
                 }
                 for name, pool in desk.pools.items()
             },
-            "tenants": {name: {"requests": one.requests, "output_tokens": one.output_tokens, "usd": one.usd}
-                        for name, one in desk.door.accounts.items()},
-        }  # fmt: skip
+            "tenants": {
+                name: {"requests": one.requests, "output_tokens": one.output_tokens, "usd": one.usd}
+                for name, one in desk.door.accounts.items()
+            },
+        }

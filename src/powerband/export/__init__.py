@@ -1,0 +1,21 @@
+"""The stage `export`: a recipe in the words of other systems. One target per file; each returns files by name."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from powerband.core.recipe import Recipe
+from powerband.errors import InputError, did_you_mean
+
+TARGETS = tuple(
+    sorted(found.name.replace("_", "-") for found in pkgutil.iter_modules(__path__) if found.name != "container")
+)
+
+
+def export(recipe: Recipe, to: str) -> dict[str, str]:
+    """Return the files of a target, by their names."""
+    if to not in TARGETS:
+        raise InputError(f"there is no target '{to}'.{did_you_mean(to, TARGETS)}", hint=", ".join(TARGETS))
+    found: dict[str, str] = importlib.import_module(f"powerband.export.{to.replace('-', '_')}").files(recipe)
+    return found

@@ -1,0 +1,62 @@
+"""Docker Compose: the engine, with Prometheus and Grafana beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from powerband.core.recipe import Recipe
+from powerband.export import alerts, grafana
+from powerband.export.container import PORT, Container, container, text
+
+
+def files(recipe: Recipe) -> dict[str, str]:
+    """Return the Compose file and what it mounts."""
+    one = container(recipe)
+    scrape = {
+        "global": {"scrape_interval": "5s"},
+        "rule_files": ["/etc/prometheus/alerts.yaml"],
+        "scrape_configs": [{"job_name": one.name, "static_configs": [{"targets": [f"{one.name}:{PORT}"]}]}],
+    }
+    services = {
+        one.name: _engine(one),
+        "prometheus": {
+            "image": "prom/prometheus",
+            "volumes": [
+                "./prometheus.yaml:/etc/prometheus/prometheus.yml:ro",
+                "./alerts.yaml:/etc/prometheus/alerts.yaml:ro",
+            ],
+            "ports": ["127.0.0.1:9090:9090"],
+        },
+        "grafana": {
+            "image": "grafana/grafana",
+            "volumes": ["./dashboard.json:/var/lib/grafana/dashboards/powerband.json:ro"],
+            "ports": ["127.0.0.1:3000:3000"],
+        },
+    }
+    return {
+        "compose.yaml": text({"name": f"powerband-{one.name}", "services": services}),
+        "prometheus.yaml": text(scrape),
+        **alerts.files(recipe),
+        **grafana.files(recipe),
+    }
+
+
+def _engine(one: Container) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "image": one.image,
+        "command": [arg.replace("$", "$$") for arg in one.args],
+        "environment": one.env,
+        "ports": [f"127.0.0.1:{PORT}:{PORT}"],
+        "healthcheck": {
+            "test": ["CMD", "curl", "-fs", f"http://127.0.0.1:{PORT}/health"],
+            "interval": "5s",
+            "start_period": "600s",
+        },
+        "restart": "unless-stopped",
+    }
+    if one.weights:
+        found["volumes"] = [f"{one.weights}:{one.mounted}:ro"]
+    if one.gpus:
+        devices = [{"driver": "nvidia", "count": one.gpus, "capabilities": ["gpu"]}]
+        found["deploy"] = {"resources": {"reservations": {"devices": devices}}}
+    return found

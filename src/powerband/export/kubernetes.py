@@ -1,0 +1,105 @@
+"""Kubernetes: a deployment with probes, a service, a disruption budget, scaling by rate, and an inference pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from powerband.core.recipe import Recipe
+from powerband.export.container import PORT, Container, container, text
+
+_PICKER = "powerband-picker"
+_ROOM = 1.25  # of the memory that was seen
+
+
+def files(recipe: Recipe) -> dict[str, str]:
+    """Return the manifests."""
+    one = container(recipe)
+    return {"kubernetes.yaml": text(_deployment(one), _service(one), _budget(one), _scaler(one, recipe), _pool(one))}
+
+
+def _meta(one: Container, suffix: str = "") -> dict[str, Any]:
+    return {"name": f"{one.name}{suffix}", "labels": _labels(one)}
+
+
+def _labels(one: Container) -> dict[str, str]:
+    return {"app.kubernetes.io/name": one.name, "app.kubernetes.io/managed-by": "powerband"}
+
+
+def _deployment(one: Container) -> dict[str, Any]:
+    probe = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 5}
+    resources: dict[str, Any] = {}
+    if one.memory_bytes:
+        resources = {"requests": {"memory": f"{int(_ROOM * one.memory_bytes) // 2**20}Mi"}}
+    if one.gpus:
+        resources["limits"] = {"nvidia.com/gpu": str(one.gpus)}
+    engine = {
+        "name": "engine",
+        "image": one.image,
+        "args": list(one.args),
+        "env": [{"name": key, "value": value} for key, value in one.env.items()],
+        "ports": [{"name": "http", "containerPort": PORT}],
+        "startupProbe": {**probe, "failureThreshold": 120},
+        "readinessProbe": probe,
+        "livenessProbe": {**probe, "failureThreshold": 6},
+        "resources": resources,
+    }
+    pod: dict[str, Any] = {"terminationGracePeriodSeconds": 660, "containers": [engine]}
+    if one.weights:
+        engine["volumeMounts"] = [{"name": "weights", "mountPath": one.mounted, "readOnly": True}]
+        pod["volumes"] = [{"name": "weights", "hostPath": {"path": one.weights}}]
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": _meta(one),
+        "spec": {
+            "replicas": 2,
+            "selector": {"matchLabels": {"app.kubernetes.io/name": one.name}},
+            "strategy": {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
+            "template": {"metadata": {"labels": _labels(one)}, "spec": pod},
+        },
+    }
+
+
+def _service(one: Container) -> dict[str, Any]:
+    ports = [{"name": "http", "port": 80, "targetPort": "http"}]
+    selector = {"app.kubernetes.io/name": one.name}
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _meta(one),
+        "spec": {"selector": selector, "ports": ports},
+    }
+
+
+def _budget(one: Container) -> dict[str, Any]:
+    selector = {"matchLabels": {"app.kubernetes.io/name": one.name}}
+    spec = {"minAvailable": 1, "selector": selector}
+    return {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": _meta(one), "spec": spec}
+
+
+def _scaler(one: Container, recipe: Recipe) -> dict[str, Any]:
+    """By the rate that one replica was proven to carry."""
+    metric = {
+        "type": "Pods",
+        "pods": {
+            "metric": {"name": "powerband_requests_per_second"},
+            "target": {"type": "AverageValue", "averageValue": f"{round(recipe.promise.rate_per_s * 1000)}m"},
+        },
+    }
+    target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": one.name}
+    spec = {"scaleTargetRef": target, "minReplicas": 2, "maxReplicas": 10, "metrics": [metric]}
+    return {"apiVersion": "autoscaling/v2", "kind": "HorizontalPodAutoscaler", "metadata": _meta(one), "spec": spec}
+
+
+def _pool(one: Container) -> dict[str, Any]:
+    """Of the Gateway API Inference Extension, with our picker."""
+    return {
+        "apiVersion": "inference.networking.k8s.io/v1",
+        "kind": "InferencePool",
+        "metadata": _meta(one, "-pool"),
+        "spec": {
+            "selector": {"matchLabels": {"app.kubernetes.io/name": one.name}},
+            "targetPorts": [{"number": PORT}],
+            "endpointPickerRef": {"name": _PICKER, "port": {"number": 9002}},
+        },
+    }

@@ -1,0 +1,94 @@
+"""A recipe in the words of other systems: the same options everywhere."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import pytest
+import yaml
+
+from powerband import export
+from powerband.core.recipe import Recipe
+from powerband.errors import InputError
+from powerband.export import grafana
+
+
+_SURE = {"value": 0.97, "low": 0.95, "high": 0.99}
+
+
+def recipe(engine: str = "llamacpp", **config: Any) -> Recipe:
+    options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in config.items())
+    slo = {"ttft": {"p95": 0.5}}
+    return Recipe.model_validate(
+        {
+            "name": "smollm2-chat",
+            "says": "it is better",
+            "model": "/models/SmolLM2",
+            "model_digest": "sha256:0",
+            "scheme": "q8_0",
+            "weights_digest": "sha256:0",
+            "engine_version": "0.32.0",
+            "deployment": {
+                "powerband": "deployment/1",
+                "name": "smollm2",
+                "engine": engine,
+                "variant": {"source": "/data/variants/SmolLM2.gguf"},
+                "config": config,
+            },
+            "settings": {},
+            "promise": {"slo": slo, "rate_per_s": 2.5, "attainment": _SURE, "memory_bytes": 2**30},
+            "workload": {
+                "arrivals": {"process": "poisson", "rate_per_s": 1},
+                "prompt": {"shape": "fixed", "tokens": 8},
+                "output": {"shape": "fixed", "tokens": 8},
+            },
+            "validity": {},
+            "usd_per_h": 1.0,
+            "usd_per_1m_tokens": 1.0,
+            "command": f"/opt/llama-server --model /data/variants/SmolLM2.gguf {options}",
+        }
+    )
+
+
+def test_every_target_writes_files_and_containers_start_with_the_proven_options() -> None:
+    own = recipe(parallel=8, ctx_size=8192)
+    proven = shlex.split(own.command)
+    found = {target: export.export(own, target) for target in export.TARGETS if target != "ray-serve"}
+    assert all(text.strip() for files in found.values() for text in files.values())
+    service = yaml.safe_load(found["compose"]["compose.yaml"])["services"]["smollm2"]
+    manifests = list(yaml.safe_load_all(found["kubernetes"]["kubernetes.yaml"]))
+    pod = manifests[0]["spec"]["template"]["spec"]["containers"][0]
+    for args in (service["command"], pod["args"]):
+        for option in ("--parallel", "--ctx-size"):
+            assert args[args.index(option) + 1] == proven[proven.index(option) + 1]
+        assert args[args.index("--model") + 1] == "/models/SmolLM2.gguf"
+        assert args[args.index("--host") + 1] == "0.0.0.0"
+    assert service["volumes"] == ["/data/variants/SmolLM2.gguf:/models/SmolLM2.gguf:ro"]
+    assert [one["kind"] for one in manifests] == [
+        "Deployment", "Service", "PodDisruptionBudget", "HorizontalPodAutoscaler", "InferencePool",
+    ]  # fmt: skip
+    assert manifests[3]["spec"]["metrics"][0]["pods"]["target"]["averageValue"] == "2500m"
+    assert "powerband serve" in found["systemd"]["powerband-smollm2.service"]
+    assert found["command"]["serve.sh"].rstrip().endswith(own.command)
+
+
+def test_ray_serve_is_for_vllm_alone() -> None:
+    with pytest.raises(InputError):
+        export.export(recipe(), "ray-serve")
+    text = export.export(recipe("vllm", max_num_seqs=32), "ray-serve")["serve.yaml"]
+    model = yaml.safe_load(text)["applications"][0]["args"]["llm_configs"][0]
+    assert model["engine_kwargs"] == {"max_num_seqs": 32}
+
+
+def test_an_unknown_target_is_refused_with_the_nearest() -> None:
+    with pytest.raises(InputError, match="kubernetes"):
+        export.export(recipe(), "kubernete")
+
+
+def test_the_dashboard_draws_every_panel_once() -> None:
+    board = json.loads(export.export(recipe(), "grafana")["dashboard.json"])
+    places = [(one["gridPos"]["x"], one["gridPos"]["y"]) for one in board["panels"]]
+    assert len(set(places)) == len(board["panels"]) == len(grafana.PANELS)
+    assert all(target["expr"] for one in board["panels"] for target in one["targets"])
