@@ -17,6 +17,7 @@ from powerband.cli import (
     engine,
     evaluate,
     export,
+    observe,
     plan,
     quantize,
     rollout,
@@ -52,6 +53,8 @@ app.command("verify")(verify.verify)
 app.command("serve")(serve.serve)
 app.command("rollout")(rollout.rollout)
 app.command("key")(serve.key)
+app.command("observe")(observe.observe)
+app.command("capture")(observe.capture)
 app.command("export")(export.export)
 app.command("diff")(diff.diff)
 

@@ -27,6 +27,9 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port to listen on.", show_default="a free one")] = None,
     launcher: Annotated[str, typer.Option(help="Where replicas run: local, or ray.")] = "local",
     cluster: Annotated[str, typer.Option(help="The address of the Ray cluster.")] = "auto",
+    capture: Annotated[
+        bool, typer.Option("--capture", help="Note lengths, times and shared beginnings of requests, never their text.")
+    ] = False,
     ready_timeout: Annotated[str, typer.Option(help="How long the start may take.")] = "600s",
     run_dir: Annotated[str | None, typer.Option(help="Where logs go.", show_default="a new state folder")] = None,
     json: Json = False,
@@ -47,8 +50,16 @@ def serve(
     folder = given.folder(run_dir) if run_dir else None
     if launcher not in ("local", "ray"):
         raise InputError(f"there is no launcher '{launcher}'", hint="local or ray")
-    where = {"launcher": launcher, "cluster": cluster}
-    fleet = stage.fleet(parts, tenants=listed, host=host, port=port, folder=folder, **where)
+    fleet = stage.fleet(
+        parts,
+        tenants=listed,
+        host=host,
+        port=port,
+        folder=folder,
+        launcher=launcher,
+        cluster=cluster,
+        capture=capture,
+    )
     asyncio.run(_serve(fleet, ready_timeout_s=given.seconds(ready_timeout), json=json))
 
 

@@ -136,6 +136,7 @@ class Trace(Value):
 
     path: str
     first: int | None = Field(default=None, ge=1, description="use only this many requests")
+    block_tokens: int = Field(default=512, ge=1, description="tokens that one hash id stands for")
 
 
 class Workload(Document):

@@ -22,7 +22,6 @@ from powerband.errors import InputError
 from powerband.load import arrivals
 from powerband.load.tokens import Vocabulary
 
-_BLOCK_TOKENS = 512  # of Mooncake's hash ids
 _RIVER_WORDS = 1 << 17
 _SALT_BITS, _ODD = 72, 0x9E3779B97F4A7C15F39  # 32 of the seed, 40 of the number
 Messages = list[dict[str, str]]
@@ -259,13 +258,14 @@ def _chat(row: dict[str, Any]) -> list[Messages]:
 
 class _TraceText(TextMaker):
     def __init__(self, workload: Workload, vocabulary: Vocabulary) -> None:
-        self.words = _Words(workload, vocabulary)
+        assert workload.trace is not None
+        self.words, self.block_tokens = _Words(workload, vocabulary), workload.trace.block_tokens
         self.lengths = array("I")
         self.ends, self.ids = array("Q"), array("Q")  # of Mooncake's blocks
         self.block = lru_cache(maxsize=1 << 15)(self._block)
 
     def _block(self, hash_id: int) -> list[str]:
-        return self.words.own(hash_id, _BLOCK_TOKENS).split(" ")
+        return self.words.own(hash_id, self.block_tokens).split(" ")
 
     def messages(self, number: int, turn: int) -> Messages:
         tokens, begin = self.lengths[number], self.ends[number - 1] if number else 0
@@ -277,6 +277,8 @@ class _TraceText(TextMaker):
             for hash_id in ids:
                 said += self.block(hash_id)
             content = " ".join(said[:tokens])
+            if (rest := tokens - len(ids) * self.block_tokens) > 0:  # beyond the last whole block it is its own
+                content += " " + self.words.own(number + (1 << 40), rest)
         return [{"role": "user", "content": content}]
 
     def known_share(self, traffic: Traffic) -> float:
@@ -289,8 +291,8 @@ class _TraceText(TextMaker):
             for hash_id in ids:
                 if hash_id not in seen:
                     break
-                known += min(left, _BLOCK_TOKENS)
-                left -= _BLOCK_TOKENS
+                known += min(left, self.block_tokens)
+                left -= self.block_tokens
             seen.update(ids)
         return known / max(1, sum(self.lengths))
 

@@ -75,12 +75,15 @@ async def fleet(
     folder: Path | None = None,
     launcher: str = "local",
     cluster: str = "auto",
+    capture: bool = False,
 ) -> AsyncIterator[Fleet]:
     """Run a fleet. Its supervisor is run again whenever it dies; all that it had started is gone by then."""
     envoy.program()  # refuse before anything starts
     folder = folder or runs.new_run("serve")
     with ports.reserve(host, port) as own, ports.reserve("127.0.0.1") as admin:
-        order = Order(parts, host, own.number, admin.number, tenants, launcher=launcher, cluster=cluster)
+        order = Order(
+            parts, host, own.number, admin.number, tenants, launcher=launcher, cluster=cluster, capture=capture
+        )
         order.write(folder / "order.json")
         running = Fleet(order, folder)
         keeping = asyncio.create_task(_keep(running))

@@ -175,6 +175,7 @@ class Desk:
                     priority=priority,
                     patience_s=patience_s,
                     adapter=asked.model if asked.model in model.adapters else "",
+                    turns=asked.turns,
                 )
                 ticket = pool.enter(ask, now_s)
                 future = asyncio.get_running_loop().create_future()

@@ -46,6 +46,7 @@ class Part:
     most_replicas: int | None = None
     start_s: float = 10.0
     ttft_s: float | None = None  # that is promised
+    path: str = ""  # of the recipe
 
     @property
     def scales(self) -> bool:
@@ -81,6 +82,7 @@ class Order:
     threads: int = 1  # of Envoy
     launcher: str = "local"
     cluster: str = "auto"  # where Ray is
+    capture: bool = False  # note what the traffic looks like
 
     def write(self, path: Path) -> None:
         """Keep it where the supervisor finds it."""
@@ -114,7 +116,7 @@ class Order:
             }
             for name, part in self.parts.items()
         }
-        return {"models": models, "tenants": self.tenants}
+        return {"models": models, "tenants": self.tenants, "capture": self.capture}
 
 
 def resolved(path: Path, *, replicas: int | None = None) -> tuple[dict[str, Part], str]:
@@ -154,6 +156,7 @@ def _part(name: str, served: Served, path: Path) -> Part:
         name=name or prepared.deployment.served_name,
         data=prepared.deployment.to_data(),
         recipe=document.name or path.stem,
+        path=str(path.resolve()),
         replicas=served.replicas,
         in_flight=in_flight,
         patience_s=patience_s,

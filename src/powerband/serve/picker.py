@@ -195,7 +195,7 @@ async def _control(desk: Desk, watch: Watch, reader: asyncio.StreamReader, write
 async def _main(folder: Path) -> None:
     menu = json.loads((folder / "menu.json").read_text())
     tenants = documents.of(Tenants, Path(menu["tenants"])) if menu["tenants"] else None
-    watch = Watch()
+    watch = Watch(folder / "traffic.jsonl" if menu["capture"] else None)
     desk = Desk({name: Menu.of(one) for name, one in menu["models"].items()}, tenants, on_end=watch.ended)
     for name in ("picker.sock", "control.sock"):
         (folder / name).unlink(missing_ok=True)

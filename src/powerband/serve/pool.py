@@ -30,6 +30,7 @@ class Ask:
     priority: int = 1  # the lowest number goes first
     patience_s: float = math.inf  # how long it may wait for its first token
     adapter: str = ""
+    turns: int = 1
 
     @property
     def units(self) -> float:

@@ -33,7 +33,7 @@ class Request:
     model: str
     text: str
     most_tokens: int | None
-    stream: bool
+    turns: int
 
 
 def read(body: bytes) -> Request:
@@ -51,7 +51,8 @@ def read(body: bytes) -> Request:
     if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
         raise Refused(400, "'max_tokens' is not a whole number", code="invalid_max_tokens")
     text = _chat(data["messages"]) if "messages" in data else _prompt(data.get("prompt"))
-    return Request(model=model, text=text, most_tokens=most, stream=data.get("stream") is True)
+    turns = sum(one["role"] == "user" for one in data.get("messages", ())) or 1
+    return Request(model=model, text=text, most_tokens=most, turns=turns)
 
 
 def _chat(messages: Any) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -13,12 +15,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from powerband.core.fleet import CLASSES
 from powerband.serve.desk import Case, Desk, Ended
+from powerband.serve.pool import CHARACTERS_PER_TOKEN
 from powerband.serve.requests import Refused
 
 _BUCKETS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 60, 120)
 _FINE = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
 _LENGTHS = (256, 1024, 4096, 16384)  # tokens of a prompt
 _RECENT = 200  # answers of each recipe
+_MOST_IDS = 1_000_000  # blocks of captured traffic
 _OF_ENGINES = {  # what the engines count themselves: our name, whether it only grows, and what it is
     "kv_use": ("powerband_kv_use", False, "share of the KV cache in use"),
     "prefix_queries_tokens": ("powerband_prefix_queries_tokens", True, "tokens looked for in the prefix cache"),
@@ -32,7 +36,9 @@ _OF_ENGINES = {  # what the engines count themselves: our name, whether it only 
 class Watch:
     """Counters of one picker's life."""
 
-    def __init__(self) -> None:
+    def __init__(self, notes: Path | None = None) -> None:
+        self._notes = notes.open("a", buffering=1) if notes else None
+        self._ids: dict[int, int] = {}  # of blocks, in the order they came: not even a hash of them is written
         self.registry = CollectorRegistry()
         whose = ["model", "recipe", "class", "prompt"]
 
@@ -71,6 +77,7 @@ class Watch:
         length = f"<={_LENGTHS[place]}" if place < len(_LENGTHS) else f">{_LENGTHS[-1]}"
         whose = (model.name, recipe, CLASSES[ticket.ask.priority], length)
         self.done += 1
+        self._note(case, ended)
         held = self.by_recipe.setdefault(recipe, {"done": 0, "failed": 0, "ttft_s": deque(maxlen=_RECENT)})
         held["done"] += 1
         held["failed"] += ended.status >= 500
@@ -86,6 +93,24 @@ class Watch:
             self.e2e.labels(*whose).observe(ended.total_s)
         self.written.labels(model.name).inc(ended.output_tokens)
         self.read.labels(model.name).inc(ended.prompt_tokens or ticket.ask.prompt_tokens)
+
+    def _note(self, case: Case, ended: Ended) -> None:
+        """Write down when a request came, how long it was, and what it began with, but not what it said."""
+        if self._notes is None or len(self._ids) > _MOST_IDS:
+            return
+        ask = case.ticket.ask
+        came = time.time() - (time.monotonic() - case.ticket.came_s)
+        row = {
+            "timestamp": round(came * 1000),
+            "input_length": ended.prompt_tokens or round(ask.prompt_tokens),
+            "output_length": ended.output_tokens,
+            "hash_ids": [self._ids.setdefault(block, len(self._ids)) for block in ask.blocks],
+            "characters": round(ask.prompt_tokens * CHARACTERS_PER_TOKEN),
+            "turns": ask.turns,
+            "model": case.model.name,
+            "ttft_s": ended.first_s,
+        }
+        self._notes.write(json.dumps(row) + "\n")
 
     def collect(self) -> Any:
         """Yield what the supervisor told of the replicas, for the registry."""

@@ -1,0 +1,128 @@
+"""The stage `observe`: is a fleet's traffic still what its recipe was proven with, and does the recipe still hold?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from powerband.core.recipe import Recipe
+from powerband.core.statistics import wilson
+from powerband.core.workload import Workload
+from powerband.load import prompts, tokens
+from powerband.observe.drift import Alarm, Drift, Row
+
+_PROVEN = 2000  # requests that are drawn to compare with
+_BLOCK = 256  # characters
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What `observe` says."""
+
+    requests: int
+    drifted: tuple[Alarm, ...]
+    late: str  # by how much the latency promise is broken; empty where it is not
+
+    @property
+    def found(self) -> str:
+        """Return the verdict."""
+        return "broken" if self.late else "drifted" if self.drifted else "in region"
+
+
+def observe(recipe: Recipe, rows: Sequence[Row], ttft_s: Sequence[float]) -> Observation:
+    """Hold what was seen of a fleet against its recipe."""
+    drift = Drift(proven(recipe.workload, recipe.promise.rate_per_s, source=recipe.model))
+    alarms: dict[tuple[str, str], Alarm] = {}
+    for row in rows:
+        for one in drift.see(row):
+            alarms.setdefault((one.axis, one.side), one)
+    return Observation(len(rows), tuple(alarms.values()), _late(recipe, ttft_s))
+
+
+def _late(recipe: Recipe, ttft_s: Sequence[float]) -> str:
+    for metric, share, limit in recipe.promise.slo.bounds():
+        if metric == "ttft" and ttft_s:
+            kept = wilson(sum(one <= limit for one in ttft_s), len(ttft_s))
+            if kept.high < share:
+                return f"{kept.value:.1%} of the first tokens came within {limit:g} s, {share:.0%} are promised"
+    return ""
+
+
+def proven(workload: Workload, rate_per_s: float, *, source: str, count: int = _PROVEN) -> list[Row]:
+    """Draw the traffic that a recipe was proven with, as a fleet would have seen it."""
+    traffic = prompts.prepare(workload.at_rate(rate_per_s), count, vocabulary=tokens.vocabulary(source), base=None)
+    seen: set[int] = set()
+    found = []
+    for number, at_s in enumerate(traffic.due_s):
+        chat: list[dict[str, str]] = []
+        for turn in range(traffic.turns):
+            place = number * traffic.turns + turn
+            chat = traffic.messages(number, turn=turn, earlier=chat)
+            text = "".join(one["content"] for one in chat)
+            share = known_share(blocks(text), seen)
+            found.append(Row(at_s, len(text), traffic.output_tokens[place], share, turn + 1))
+            chat.append({"role": "assistant", "content": "word " * traffic.output_tokens[place]})
+    return sorted(found, key=lambda row: row.at_s)
+
+
+def blocks(text: str) -> list[int]:
+    """Return a hash of each beginning of a text that is a whole number of blocks long."""
+    found, last = [], 0
+    for start in range(0, len(text) - _BLOCK + 1, _BLOCK):
+        last = hash((last, text[start : start + _BLOCK]))
+        found.append(last)
+    return found
+
+
+def known_share(ids: Sequence[int], seen: set[int]) -> float:
+    """Return the share of blocks that others began with too, and remember these."""
+    known = 0
+    for one in ids:
+        if one not in seen:
+            break
+        known += 1
+    seen.update(ids)
+    return known / len(ids) if ids else 0.0
+
+
+def read(path: Path) -> Iterator[Row]:
+    """Read what a fleet noted of its traffic."""
+    seen: set[int] = set()
+    for row in _lines(path):
+        share = known_share(row["hash_ids"], seen)
+        yield Row(row["timestamp"] / 1000, row["characters"], row["output_length"], share, row["turns"])
+
+
+def first_tokens(path: Path) -> list[float]:
+    """Return how long each first token took."""
+    return [row["ttft_s"] for row in _lines(path) if row["ttft_s"] is not None]
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open() as stream:
+        for line in stream:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def captured(notes: Path, folder: Path, *, name: str) -> Path:
+    """Write what a fleet noted as a workload for `bench` and `tune`: lengths, times, which beginnings were shared."""
+    rows = sorted(_lines(notes), key=lambda row: float(row["timestamp"]))
+    trace = folder / f"{name}-trace.jsonl"
+    kept = ("timestamp", "input_length", "output_length", "hash_ids")
+    trace.write_text("".join(json.dumps({key: row[key] for key in kept}) + "\n" for row in rows))
+    block = round(_BLOCK / 4)
+    workload = Workload.model_validate(
+        {
+            "name": name,
+            "description": f"captured: {len(rows)} requests",
+            "arrivals": {"process": "trace"},
+            "trace": {"path": trace.name, "block_tokens": block},
+        }
+    )
+    path = folder / f"{name}.yaml"
+    path.write_text(workload.to_text())
+    return path
