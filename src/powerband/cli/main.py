@@ -25,6 +25,7 @@ from powerband.cli import (
     schema,
     serve,
     show,
+    top,
     tune,
     verify,
 )
@@ -53,6 +54,7 @@ app.command("verify")(verify.verify)
 app.command("serve")(serve.serve)
 app.command("rollout")(rollout.rollout)
 app.command("key")(serve.key)
+app.command("top")(top.top)
 app.command("observe")(observe.observe)
 app.command("capture")(observe.capture)
 app.command("export")(export.export)

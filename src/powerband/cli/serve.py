@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from powerband.cli import given
+from powerband.cli import given, top
 from powerband.cli.output import Json, emit, out, talk
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from powerband.serve import Fleet
 
 
@@ -112,29 +110,11 @@ async def _watch(fleet: Fleet, asked: Any, *, json: bool) -> None:
         return
     from rich.live import Live
 
-    with Live(_table(fleet.status()), console=console, refresh_per_second=2, transient=True) as live:
+    with Live(top.table(fleet.status()), console=console, refresh_per_second=2, transient=True) as live:
         while not asked.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asked.wait(), 0.5)
-            live.update(_table(fleet.status()))
-
-
-def _table(status: dict[str, Any]) -> Table:
-    from rich.table import Table
-
-    pools = status.get("pools", {})
-    waiting = sum(pool["depth"] for pool in pools.values())
-    refused = sum(status.get("refused", {}).values())
-    answered, overflowed = status.get("done", 0), status.get("overflows", 0)
-    title = f"{answered} answered, {waiting} waiting, {refused} refused, {overflowed} overflowed"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
-    for name in ("replica", "state", "answering", "starts", "start-up"):
-        table.add_column(name)
-    for one in status.get("replicas", []):
-        running = pools.get(one["model"], {}).get("running", {}).get(one["name"], 0)
-        start = f"{one['start_s']:.1f} s" if one["start_s"] else ""
-        table.add_row(one["name"], one["problem"] or one["state"], str(running), str(one["starts"]), start)
-    return table
+            live.update(top.table(fleet.status()))
 
 
 def key(
