@@ -14,7 +14,6 @@ from powerband.core.recipe import Recipe
 from powerband.errors import InputError
 from powerband.export import grafana
 
-
 _SURE = {"value": 0.97, "low": 0.95, "high": 0.99}
 
 

@@ -23,7 +23,7 @@ def seen(at_s: float, arrived: int, **more: int) -> Seen:
 
 
 def test_it_follows_the_rate_up_at_once_and_down_after_a_while() -> None:
-    scaler = Scaler(Policy(rate_per_s=2.0, start_s=5.0, least=1, most=20, hold_s=60.0))
+    scaler = Scaler(Policy(rate_per_s=2.0, places=4, start_s=5.0, least=1, most=20))
     up = [scaler.wanted(seen(float(t), 10 * t)) for t in range(60)]
     assert 5 <= max(up) <= 12 and up[-1] >= 5
     later = [scaler.wanted(seen(60.0 + t, 600)) for t in range(200)]
@@ -31,7 +31,7 @@ def test_it_follows_the_rate_up_at_once_and_down_after_a_while() -> None:
 
 
 def test_it_stays_within_its_bounds_and_goes_to_zero_when_asked() -> None:
-    scaler = Scaler(Policy(rate_per_s=1.0, start_s=5.0, least=0, most=3, hold_s=10.0))
+    scaler = Scaler(Policy(rate_per_s=1.0, places=4, start_s=5.0, least=0, most=3))
     assert max(scaler.wanted(seen(float(t), 100 * t)) for t in range(30)) == 3
     assert [scaler.wanted(seen(30.0 + t, 3000)) for t in range(120)][-1] == 0
     assert scaler.wanted(seen(151.0, 3001, waiting=1)) >= 1
@@ -55,7 +55,7 @@ def test_too_few_replicas_are_late_and_a_late_start_helps_late() -> None:
 
 def test_scaling_in_never_drops_an_answer() -> None:
     requests = [*trace(8.0, 60), *trace(0.2, 900, start_s=60.0)]
-    policy = Policy(0.8 * SPEED.rate_per_s(requests), SPEED.start_s, patience_s=1.5)
+    policy = Policy(SPEED.rate_per_s(requests), SPEED.places, SPEED.start_s)
     played = simulator.play(requests, SPEED, simulator.ours(policy), begin=3)
     assert played.attainment > 0.9
     assert played.replica_s < 0.7 * simulator.play(requests, SPEED, simulator.fixed(4), begin=4).replica_s

@@ -57,7 +57,7 @@ class Part:
         """Return how it scales."""
         assert self.most_replicas is not None
         rate = self.rate_per_s or self.in_flight / 2
-        return Policy(rate, self.start_s, least=self.replicas, most=self.most_replicas, patience_s=self.patience_s)
+        return Policy(rate, self.in_flight, self.start_s, least=self.replicas, most=self.most_replicas)
 
     @classmethod
     def of(cls, data: dict[str, Any]) -> Part:

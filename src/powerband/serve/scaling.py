@@ -1,8 +1,8 @@
 """How many replicas, now: a pure function of what was seen, told the time.
 
-What is asked for when a new replica is ready decides, not what is asked for now: the rate is expected as far ahead as
-a start takes, with the doubt that the last arrivals leave. Fewer are kept only after nothing has called for more for a
-while.
+Traffic is counted in places: the rate, times how long one answer takes. What will be asked for when a new replica is
+ready decides, with room for chance and for those who wait already. Fewer replicas are kept only when nothing called for
+more for a while, and the while is as long as a mistake is dear: it grows with the time that a start takes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,25 @@ class Policy:
     """What is known of the recipe, and what the user wants."""
 
     rate_per_s: float  # that one replica carries with the SLO kept
+    places: int  # requests at once, of one replica
     start_s: float  # measured
     least: int = 1
     most: int = 100
-    patience_s: float = 1.0  # that a request may wait
-    window_s: float = 60.0  # of arrivals that count
-    hold_s: float = 120.0  # how long fewer must do before one is stopped
-    sure: float = 1.6  # standard deviations of arrivals to be ready for
+
+    @property
+    def hold_s(self) -> float:
+        """Return for how long fewer must have done before one is stopped."""
+        return max(10.0, 10.0 * self.start_s)
+
+    @property
+    def sure(self) -> float:
+        """Return how many standard deviations of the places in use to be ready for: a quick start makes up for them."""
+        return min(1.0, self.start_s / 60)
+
+    @property
+    def window_s(self) -> float:
+        """Return over how long arrivals are counted: long enough to know them, short enough to see them change."""
+        return max(15.0, min(60.0, self.start_s))
 
 
 @dataclass(frozen=True)
@@ -63,27 +75,16 @@ class Scaler:
         return max(policy.least, min(policy.most, self._needs[0][1]))
 
     def _need(self, seen: Seen) -> int:
-        """Return how many would keep the promise for as long as a start takes, and clear what waits already."""
+        """Return how many replicas have places enough for what comes, and for what waits."""
         policy = self.policy
-        rate = self._expected_per_s(seen.at_s)
-        ahead_s = max(policy.start_s, policy.patience_s)
-        backlog = seen.waiting / max(ahead_s, 1.0)
-        if not rate and not seen.waiting and not seen.running:
+        service_s = policy.places / policy.rate_per_s
+        used = max(self._rate_per_s() * service_s, float(seen.running))
+        waiting = seen.waiting * service_s / max(service_s, policy.start_s, 10.0)
+        if not used and not seen.waiting:
             return 0
-        spread = policy.sure * math.sqrt(rate / max(policy.patience_s + 1.0, 1.0))
-        return max(1, math.ceil((rate + spread + backlog) / policy.rate_per_s - 1e-9))
+        return math.ceil((used + policy.sure * math.sqrt(used) + waiting) / policy.places - 1e-9)
 
-    def _expected_per_s(self, now_s: float) -> float:
-        """Return the rate when a replica that is started now would be ready: the recent one, and half of its trend."""
+    def _rate_per_s(self) -> float:
+        """Return the rate of arrivals over the window."""
         (first_s, first), (last_s, last) = self._history[0], self._history[-1]
-        if last_s <= first_s:
-            return 0.0
-        long = (last - first) / (last_s - first_s)
-        half_s = now_s - (last_s - first_s) / 2
-        middle = next((one for one in self._history if one[0] >= half_s), self._history[-1])
-        if middle[0] >= last_s or middle[0] <= first_s:
-            return long
-        late = (last - middle[1]) / (last_s - middle[0])
-        early = (middle[1] - first) / (middle[0] - first_s)
-        trend = (late - early) / ((last_s - first_s) / 2)
-        return max(late + max(0.0, 0.5 * trend * self.policy.start_s), 0.0)
+        return (last - first) / (last_s - first_s) if last_s > first_s else 0.0

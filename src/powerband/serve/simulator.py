@@ -46,6 +46,7 @@ class Played:
     """What came of it."""
 
     attainment: float  # share of requests whose first token came in time
+    worst_minute: float  # the same, in the worst minute
     replica_s: float  # paid for, starts included
     most: int
     starts: int
@@ -61,6 +62,7 @@ def play(trace: Sequence[Arrival], speed: Speed, decide: Decide, *, begin: int, 
     waiting: deque[Arrival] = deque()
     ends: list[float] = []
     kept = arrived = 0
+    minutes: dict[int, list[int]] = {}
     paid_s, most, starts, last_s = 0.0, begin, 0, 0.0
     place, horizon = 0, trace[-1].at_s
     tick = 0.0
@@ -85,7 +87,9 @@ def play(trace: Sequence[Arrival], speed: Speed, decide: Decide, *, begin: int, 
             place, arrived = place + 1, arrived + 1
         while waiting and free > 0:
             one = waiting.popleft()
-            kept += now - one.at_s + speed.read_s * one.prompt_tokens <= speed.ttft_s
+            in_time = now - one.at_s + speed.read_s * one.prompt_tokens <= speed.ttft_s
+            kept += in_time
+            minutes.setdefault(int(one.at_s // 60), []).append(in_time)
             heapq.heappush(ends, now + speed.service_s(one))
             free -= 1
         if tick <= now:
@@ -102,7 +106,8 @@ def play(trace: Sequence[Arrival], speed: Speed, decide: Decide, *, begin: int, 
                 idle = min(free, gone)  # as many places as are idle go at once, the others with their answers
                 free, retiring = free - idle, retiring + gone - idle
             most = max(most, ready + len(starting))
-    return Played(kept / len(trace), paid_s, most, starts)
+    worst = min(sum(held) / len(held) for held in minutes.values())
+    return Played(kept / len(trace), worst, paid_s, most, starts)
 
 
 def fixed(count: int) -> Decide:
