@@ -76,7 +76,6 @@ def test_the_search_begins_with_the_engines_as_they_come_and_then_asks_the_plan(
     first = study(Search(LEVERS, expected=planned), 4)
     assert [one.settings for one in first[:2]] == [LEVERS.defaults("one"), LEVERS.defaults("two")]
     assert first[2].settings["weights"] == "q4" and first[2].settings["slots"] == "8"
-    assert planned(first[3].settings).value < planned(first[2].settings).value
 
 
 def test_the_search_never_repeats_itself_and_ends_with_the_space() -> None:

@@ -16,11 +16,15 @@ from powerband.serve import place
 
 def connect(address: str) -> None:
     """Join the cluster."""
+    _ray().init(address=address, log_to_driver=False, ignore_reinit_error=True)
+
+
+def _ray() -> Any:
     try:
         import ray
     except ImportError:
         raise InputError("Ray is not installed", hint="run: pip install 'powerband[ray]'") from None
-    ray.init(address=address, log_to_driver=False, ignore_reinit_error=True)
+    return ray
 
 
 class Holder:
@@ -28,10 +32,8 @@ class Holder:
 
     async def take(self, data: dict[str, Any], directory: str) -> dict[str, Any]:
         """Start a replica on this node."""
-        import ray
-
         self._stack = contextlib.AsyncExitStack()
-        host = ray.util.get_node_ip_address()
+        host = _ray().util.get_node_ip_address()
         found = await self._stack.enter_async_context(place.taken(data, Path(directory), host=host))
         self._found = found
         return {"address": found.address, "engine": found.engine, "pid": found.pid}
@@ -52,8 +54,7 @@ class Holder:
 @contextlib.asynccontextmanager
 async def taken(data: dict[str, Any], directory: Path) -> AsyncIterator[place.Taken]:
     """Start a replica wherever the cluster has room, and yield it once it answers."""
-    import ray
-
+    ray = _ray()
     gpus = len(data.get("placement", {}).get("gpus") or ())
     actor = ray.remote(Holder).options(num_cpus=1, num_gpus=gpus, max_restarts=0, max_concurrency=8).remote()
     try:

@@ -40,7 +40,8 @@ class Levers:
         engine = settings[ENGINE]
         found = dict(self.always[engine])
         for lever in self.by_engine[engine]:
-            found |= lever.settings[settings[lever.name]]
+            if lever.name != WEIGHTS:  # a format is no knob, and the reference's need not be among those to try
+                found |= lever.settings[settings[lever.name]]
         return found
 
     def answering(self, settings: Settings) -> Settings:

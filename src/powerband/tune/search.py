@@ -1,15 +1,18 @@
-"""Which settings to try next: the engines as they come, what the plan puts first, then Optuna's advice.
+"""Which settings to try next: the engines as they come, what the plan puts first, then the best of Optuna's proposals.
+
+The best is what the plan expects, corrected by what was found: each setting of a lever has a factor of its own, learned
+from the trials that had it, and believed as far as they are many.
 
 The search has no memory of its own: it is a function of the trials so far, so a killed study goes on where it was.
 """
 
 from __future__ import annotations
 
-import random
+import math
 import statistics
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from powerband.core.statistics import Interval
@@ -20,9 +23,11 @@ from powerband.tune.levers import ENGINE, Levers, key
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
-_SEEDS = 3  # of the plan's ranking, before anybody's advice
-_IMAGINED = 40  # settings with what the plan expects of them, told to the adviser as if they had been tried
-_ASKS = 40  # for settings that were not tried
+_SEEDS = 1  # of the plan's ranking, before anybody's advice
+_ASKS = 40  # for proposals
+_DOUBT = 1.0  # trials that a factor must outweigh
+_CURIOUS = 0.1  # how much more a setting may bring that was hardly tried, as a logarithm
+_FITS = 20  # rounds in which the factors are fitted to each other
 _FAILURES = 3  # after so many, and no success, a setting is held to be broken
 
 Expected = Callable[[Settings], Interval | None]
@@ -51,10 +56,8 @@ class Search:
         started = sum(one.outcome != "ruled out" for one in trials)
         if started < len(self.levers.by_engine) + _SEEDS and (seed := self._seed(trials, fresh)):
             return seed
-        for settings in self._advice(trials):
-            if fresh(settings):
-                return settings
-        return next(filter(fresh, self.ranking), None)
+        able = list(filter(fresh, self._proposals(trials))) or list(filter(fresh, self.ranking))
+        return max(able, key=self._belief(trials), default=None)
 
     def expectation(self, settings: Settings) -> Interval | None:
         """Return what the plan expects of settings."""
@@ -70,8 +73,8 @@ class Search:
         known = {self._rate(one.settings) for one in trials}
         return next((one for one in self.ranking if self._rate(one) not in {*known, 0.0} and fresh(one)), None)
 
-    def _advice(self, trials: Sequence[Trial]) -> Iterator[Settings]:
-        """Ask Optuna, which is told what the plan imagines first, and then what was found."""
+    def _proposals(self, trials: Sequence[Trial]) -> Iterator[Settings]:
+        """Ask Optuna, which is told what was found."""
         optuna = _optuna()
         with warnings.catch_warnings():  # that these two are experimental
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -79,8 +82,8 @@ class Search:
                 multivariate=True, group=True, n_startup_trials=5, seed=self.seed * 10_007 + len(trials)
             )
         study = optuna.create_study(direction="maximize", sampler=sampler)
-        for settings, value in [*self._imagined(trials), *((one.settings, one.value) for one in trials)]:
-            study.add_trial(self._told(settings, value))
+        for one in trials:
+            study.add_trial(self._told(one.settings, one.value))
         for _ in range(_ASKS):
             asked = study.ask()
             engine = asked.suggest_categorical(ENGINE, list(self.levers.by_engine))
@@ -89,28 +92,36 @@ class Search:
                 settings[lever.name] = asked.suggest_categorical(f"{engine} {lever.name}", list(lever.settings))
             yield settings
 
-    def _imagined(self, trials: Sequence[Trial]) -> list[tuple[Settings, float]]:
-        """Return some settings with what the plan expects of them, the best last: to Optuna the last count most.
+    def _belief(self, trials: Sequence[Trial]) -> Callable[[Settings], float]:
+        """Return how much to expect of settings: the logarithm of the plan's figure, and what the trials add to it."""
+        found = [
+            (self._held(one.settings), math.log(one.value) - self._prior(one.settings)) for one in trials if one.value
+        ]
+        counts = Counter(pair for held, _ in found for pair in held)
+        usual = statistics.fmean(gap for _, gap in found) if found else 0.0
+        factors = dict.fromkeys(counts, 0.0)
+        for _ in range(_FITS):
+            for pair in factors:
+                left = [
+                    gap - usual - sum(factors[other] for other in held if other != pair)
+                    for held, gap in found
+                    if pair in held
+                ]
+                factors[pair] = sum(left) / (len(left) + _DOUBT)
 
-        Expectations are brought to the scale of what was found: by how much the plan was off so far on each engine.
-        """
-        believed = [one for one in self.ranking if self._rate(one)]
-        if not believed:
-            return []
-        rng = random.Random(f"imagined {self.seed}")
-        chosen = rng.sample(believed, min(_IMAGINED, len(believed)))
-        scale = self._scale(trials)
-        return [(one, scale[one[ENGINE]] * self._rate(one)) for one in sorted(chosen, key=self._rate)]
+        def belief(settings: Settings) -> float:
+            held = self._held(settings)
+            unknown = math.sqrt(sum(1 / (counts[pair] + 1) for pair in held))
+            return self._prior(settings) + sum(factors.get(pair, 0.0) for pair in held) + _CURIOUS * unknown
 
-    def _scale(self, trials: Sequence[Trial]) -> Mapping[str, float]:
-        """Return the objective's value for each expected request per second, by engine."""
-        ratios: dict[str, list[float]] = {engine: [] for engine in self.levers.by_engine}
-        for one in trials:
-            if one.value and self._rate(one.settings):
-                ratios[one.settings[ENGINE]].append(one.value / self._rate(one.settings))
-        every = [ratio for found in ratios.values() for ratio in found]
-        usual = statistics.median(every) if every else 1.0
-        return {engine: statistics.median(found) if found else usual for engine, found in ratios.items()}
+        return belief
+
+    def _held(self, settings: Settings) -> set[tuple[str, str, str]]:
+        """Return what a factor can belong to: each setting on its engine, and the engine itself."""
+        return {*_pairs(settings), (settings[ENGINE], "", "")}
+
+    def _prior(self, settings: Settings) -> float:
+        return math.log(self._rate(settings) or 1.0)
 
     def _told(self, settings: Settings, value: float) -> FrozenTrial:
         optuna = _optuna()
