@@ -9,6 +9,7 @@ import random
 import statistics
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,12 @@ WORDS = (Path(__file__).parent.parent / "README.md").read_text().split()
 
 def real(folder: Path, *, scheme: str = "q8_0", slots: int = 4, name: str = "smollm2", **config: Any) -> Path:
     """Write a deployment of SmolLM2 on llama.cpp."""
+    with ThreadPoolExecutor(1) as beside:  # making a variant runs an event loop of its own
+        source = beside.submit(variants, scheme).result()[scheme]
     data = {
         "powerband": "deployment/1",
         "name": name,
-        "variant": {"source": str(variants(scheme)[scheme])},
+        "variant": {"source": str(source)},
         "engine": "llamacpp",
         "config": {"parallel": slots, "ctx_size": 2048 * slots, "threads": 1, "threads_batch": 1, **config},
     }
