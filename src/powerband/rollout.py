@@ -56,10 +56,12 @@ async def rollout(
     if part.recipe == old.recipe:
         part = dataclasses.replace(part, recipe=f"{part.recipe} (new)")
     part = dataclasses.replace(part, aliases=old.aliases, fallback=old.fallback, most_replicas=old.most_replicas)
-    told = {"do": "try", "model": name, "part": dataclasses.asdict(part), "share": share, "replicas": 1}
+    told = {"do": "try", "model": name, "part": dataclasses.asdict(part), "share": 0.0, "replicas": 1}
     say(f"start {part.recipe} beside {old.recipe}")
     await _order(folder, told)
-    reason, answered = await _trial(folder, name, old, part, requests=requests, patience_s=patience_s, say=say)
+    reason, answered = await _trial(
+        folder, name, old, part, share=share, requests=requests, patience_s=patience_s, say=say
+    )
     say(f"{'promote' if not reason else 'roll back'} {part.recipe}")
     await _order(folder, {"do": "abandon" if reason else "promote", "model": name})
     return Verdict(
@@ -92,7 +94,15 @@ async def _order(folder: Path, told: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _trial(
-    folder: Path, name: str, old: Part, new: Part, *, requests: int, patience_s: float, say: Callable[[str], None]
+    folder: Path,
+    name: str,
+    old: Part,
+    new: Part,
+    *,
+    share: float,
+    requests: int,
+    patience_s: float,
+    say: Callable[[str], None],
 ) -> tuple[str, int]:
     """Return why the new recipe is given up, or nothing; and how many requests it answered."""
     until = time.monotonic() + patience_s
@@ -113,7 +123,8 @@ async def _trial(
             if objection := await _unlike(steady[0] if steady else ready[0], ready[0], name):
                 return objection, 0
             probed = True
-            say("its answers are like the old ones")
+            say(f"its answers are like the old ones: it gets {share:.0%} of the requests")
+            await _order(folder, {"do": "share", "model": name, "share": share})
         held = status.get("recipes", {})
         if objection := _worse(held.get(old.recipe), held.get(new.recipe), new.ttft_s or old.ttft_s):
             return objection, held[new.recipe]["done"]

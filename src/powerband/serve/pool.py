@@ -113,7 +113,7 @@ class Pool:
 
     def wait_s(self, priority: int, now_s: float) -> float:
         """Return how long a newcomer of a class would wait before it is sent on."""
-        able = [one for one in self.backends.values() if one.ready]
+        able = [one for one in self.backends.values() if one.ready and not one.canary]
         if not able:
             return math.inf
         if not self._waiting and any(one.running < one.most for one in able):
@@ -148,22 +148,22 @@ class Pool:
     def dispatch(self, now_s: float) -> Iterator[Ticket]:
         """Send on whoever can be served now, the first class first."""
         free = [one for one in self.backends.values() if one.ready and one.running < one.most]
-        while free and self._waiting:
+        while self._waiting and (able := self._whose_turn(free)):
             ticket = heapq.heappop(self._waiting)[2]
             if ticket.gone:
                 continue
             self._units_waiting[ticket.ask.priority] -= ticket.ask.units
-            chosen = self._start(ticket, self.choose(ticket.ask, self._on_trial(free), now_s), now_s)
+            chosen = self._start(ticket, self.choose(ticket.ask, able, now_s), now_s)
             if chosen.running >= chosen.most:
                 free.remove(chosen)
             yield ticket
 
-    def _on_trial(self, free: list[Backend]) -> list[Backend]:
-        """Return the replicas whose turn it is: those of the recipe on trial get their share, and no more."""
-        if not self.share:
+    def _whose_turn(self, free: list[Backend]) -> list[Backend]:
+        """Return the replicas that may be sent to: those of a recipe on trial get their share, and nothing before."""
+        if not any(one.canary for one in self.backends.values()):
             return free
         turn = self._sent_to_canaries < self.share * (self._sent + 1)
-        return [one for one in free if one.canary == turn] or free
+        return [one for one in free if one.canary == turn] or [one for one in free if self.share or not one.canary]
 
     def choose(self, ask: Ask, able: Collection[Backend], now_s: float) -> Backend:
         """Return who would be done first: what is left of its work, and what of the prompt it has not read.
@@ -184,7 +184,7 @@ class Pool:
 
     def others(self, ticket: Ticket, now_s: float) -> list[Backend]:
         """Return whom to ask where the chosen one does not answer, the least busy first."""
-        able = [one for one in self.backends.values() if one.ready and one is not ticket.backend]
+        able = [one for one in self.backends.values() if one.ready and not one.canary and one is not ticket.backend]
         return heapq.nsmallest(2, able, key=lambda one: one.left(now_s, self.unit_s))
 
     def _start(self, ticket: Ticket, one: Backend, now_s: float) -> Backend:

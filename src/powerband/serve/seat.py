@@ -13,7 +13,7 @@ from powerband.errors import PowerbandError
 from powerband.serve import place
 from powerband.serve.order import Part
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SETTLED_S = 0.1, 30.0, 60.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SETTLED_S = 0.1, 30.0, 5.0
 
 
 class Seat:

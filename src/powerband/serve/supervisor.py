@@ -249,6 +249,10 @@ class Supervisor:
             for _ in range(told["replicas"]):
                 self._add(name, part)
             return {"tried": part.recipe}
+        if told["do"] == "share":
+            self._on_trial[name] = (self._on_trial[name][0], told["share"])
+            self.changed.set()
+            return {"share": told["share"]}
         part, _ = self._on_trial.pop(name)
         others = [
             one for one in self.seats.values() if one.pool == name and (one.part is part) != (told["do"] == "promote")
