@@ -84,6 +84,17 @@ def test_a_prefix_attracts_until_its_holder_is_busy() -> None:
     assert 5 <= homes.count("r0") <= 25, "one hot prefix piles onto one replica"
 
 
+def test_a_lower_class_leaves_room_for_a_higher_one_that_is_about() -> None:
+    found = pool(replicas=1, most=8)
+    for _ in range(4):
+        found.enter(Ask(10, 10, priority=0), 0.0)
+    for _ in range(8):
+        found.enter(Ask(10, 10, priority=2), 0.0)
+    assert [one.ask.priority for one in sent(found, 0.0)] == [0, 0, 0, 0, 2, 2]
+    found.enter(Ask(10, 10, priority=0), 0.0)
+    assert [one.ask.priority for one in sent(found, 0.0)] == [0]
+
+
 def test_round_robin_takes_turns() -> None:
     found = pool(most=50, routing="round-robin")
     for _ in range(10):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
@@ -94,6 +95,8 @@ class Pool:
         self.prefixes = Prefixes()
         self.rate_per_s, self.usual = rate_per_s, usual or Ask(200.0, 100.0)
         self.unit_s = 1.0 / (rate_per_s * self.usual.units) if rate_per_s else 0.001  # of one replica; learned
+        self._usual_units = self.usual.units  # of a request; learned
+        self._running: Counter[int] = Counter()  # by class
         self.arrived = self._sent = self._sent_to_canaries = 0
         self.share = 0.0  # of the requests that go to a recipe on trial
         self._waiting: list[tuple[int, int, Ticket]] = []
@@ -119,7 +122,7 @@ class Pool:
         if not self._waiting and any(one.running < one.most for one in able):
             return 0.0
         ahead = sum(units for rank, units in self._units_waiting.items() if rank <= priority)
-        return (ahead + 0.5 * self.usual.units) * self.unit_s / len(able)
+        return (ahead + 0.5 * self._usual_units) * self.unit_s / len(able)
 
     def enter(self, ask: Ask, now_s: float) -> Ticket:
         """Take a place in the queue."""
@@ -149,14 +152,21 @@ class Pool:
         """Send on whoever can be served now, the first class first."""
         free = [one for one in self.backends.values() if one.ready and one.running < one.most]
         while self._waiting and (able := self._whose_turn(free)):
-            ticket = heapq.heappop(self._waiting)[2]
-            if ticket.gone:
+            if self._waiting[0][2].gone:
+                heapq.heappop(self._waiting)
                 continue
+            if sum(one.most - one.running for one in able) <= self._reserved(self._waiting[0][0]):
+                return
+            ticket = heapq.heappop(self._waiting)[2]
             self._units_waiting[ticket.ask.priority] -= ticket.ask.units
             chosen = self._start(ticket, self.choose(ticket.ask, able, now_s), now_s)
             if chosen.running >= chosen.most:
                 free.remove(chosen)
             yield ticket
+
+    def _reserved(self, priority: int) -> int:
+        """Return how many places stay free for higher classes: as many as chance makes of those that are about."""
+        return math.isqrt(sum(count for rank, count in self._running.items() if rank < priority))
 
     def _whose_turn(self, free: list[Backend]) -> list[Backend]:
         """Return the replicas that may be sent to: those of a recipe on trial get their share, and nothing before."""
@@ -194,6 +204,8 @@ class Pool:
         ticket.units = max(ask.units - saved, _OUTPUT_UNITS * ask.output_tokens)
         one.running += 1
         one.sent += 1
+        self._running[ask.priority] += 1
+        self._usual_units += _LEARNED * (ask.units - self._usual_units)
         self._sent += 1
         self._sent_to_canaries += one.canary
         one.add(ticket.units, now_s, self.unit_s)
@@ -210,6 +222,7 @@ class Pool:
         ticket.gone = True
         busy = one.running
         one.running -= 1
+        self._running[ticket.ask.priority] -= 1
         left = max(0.0, ticket.units - (now_s - ticket.began_s) / (self.unit_s * max(busy, 1)))
         one.add(-left, now_s, self.unit_s)
         if output_tokens is not None and now_s > ticket.began_s:
