@@ -166,7 +166,7 @@ class Pool:
 
     def _reserved(self, priority: int) -> int:
         """Return how many places stay free for higher classes: as many as chance makes of those that are about."""
-        return math.isqrt(sum(count for rank, count in self._running.items() if rank < priority))
+        return math.ceil(math.sqrt(sum(count for rank, count in self._running.items() if rank < priority)))
 
     def _whose_turn(self, free: list[Backend]) -> list[Backend]:
         """Return the replicas that may be sent to: those of a recipe on trial get their share, and nothing before."""
