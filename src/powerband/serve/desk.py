@@ -143,7 +143,7 @@ class Desk:
         renamed = asked.model not in (case.model.name, *case.model.adapters)
         return Sent(
             case=case.name,
-            addresses=(backend.address, *(one.address for one in others)),
+            addresses=(backend.address, *(one.address for one in others), backend.address),
             replica=backend.name,
             recipe=backend.recipe + (" (overflow)" if case.overflowed else ""),
             body=_renamed(body, case.model.name) if renamed else None,

@@ -194,11 +194,10 @@ def _access_log() -> dict[str, Any]:
     )
 
 
-def _http2() -> dict[str, Any]:
+def _http(version: str, **more: Any) -> dict[str, Any]:
     options = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
-    return {
-        options: {"@type": f"type.googleapis.com/{options}", "explicit_http_config": {"http2_protocol_options": {}}}
-    }
+    explicit = {"explicit_http_config": {f"{version}_protocol_options": {}}}
+    return {options: {"@type": f"type.googleapis.com/{options}", **explicit, **more}}
 
 
 def _picker_cluster(socket: Path) -> dict[str, Any]:
@@ -207,7 +206,7 @@ def _picker_cluster(socket: Path) -> dict[str, Any]:
         "name": "picker",
         "type": "STATIC",
         "connect_timeout": "1s",
-        "typed_extension_protocol_options": _http2(),
+        "typed_extension_protocol_options": _http("http2"),
         "circuit_breakers": {"thresholds": [_unbound()]},
         "load_assignment": {"cluster_name": "picker", "endpoints": [{"lb_endpoints": [endpoint]}]},
     }
@@ -245,6 +244,10 @@ def _replicas_cluster(file: Path) -> dict[str, Any]:
         "type": "EDS",
         "connect_timeout": "2s",
         "circuit_breakers": {"thresholds": [_unbound()]},
+        # a connection that idles may be closed by the engine just when the next request is sent on it
+        "typed_extension_protocol_options": _http(
+            "http", common_http_protocol_options={"max_requests_per_connection": 1}
+        ),
         "eds_cluster_config": {
             "eds_config": {
                 "resource_api_version": "V3",
