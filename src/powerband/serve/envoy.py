@@ -196,7 +196,7 @@ def _access_log() -> dict[str, Any]:
 
 def _http(version: str, **more: Any) -> dict[str, Any]:
     options = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
-    explicit = {"explicit_http_config": {f"{version}_protocol_options": {}}}
+    explicit: dict[str, Any] = {"explicit_http_config": {f"{version}_protocol_options": {}}}
     return {options: {"@type": f"type.googleapis.com/{options}", **explicit, **more}}
 
 
