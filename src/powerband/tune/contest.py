@@ -10,6 +10,9 @@ from powerband.core.statistics import UNBOUND, Interval, student, z_of
 Knees = Mapping[str, Sequence[float]]  # of each contender, one a round
 
 
+_FINEST = 0.02  # no climb tells knees apart that are nearer, as a logarithm, however alike a few rounds were
+
+
 def turns(contenders: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
     """Yield who is measured next: A B C, C B A, A B C ..."""
     for number in range(rounds):
@@ -42,5 +45,5 @@ def ratio(knees: Knees, one: str, other: str, *, level: float = 0.95) -> Interva
         for name, found in logs.items()
         for number in range(rounds)
     )
-    reach = student(freedom, z_of(level)) * math.sqrt(2 * noise / freedom / rounds)
+    reach = max(student(freedom, z_of(level)) * math.sqrt(2 * noise / freedom / rounds), _FINEST)
     return Interval(value, value * math.exp(-reach), value * math.exp(reach))
