@@ -54,3 +54,5 @@ async def test_a_fleet_of_llama_cpp_outlives_one_of_its_replicas(tmp_path: Path)
     finally:
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
+        assert process.stdout is not None
+        process.stdout.close()
