@@ -11,16 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from powerband.core.beginnings import BLOCK, chain
 from powerband.core.fleet import Fleet, Tenants
-from powerband.serve import prefixes, requests, tenants
-from powerband.serve.desk import Desk, Ended, Menu
+from powerband.serve import requests, tenants
+from powerband.serve.desk import Desk, Ended
+from powerband.serve.order import Part
 from powerband.serve.pool import Ask, Backend, Pool, Ticket
-from powerband.serve.prefixes import BLOCK, Prefixes
+from powerband.serve.prefixes import Prefixes
 from powerband.serve.requests import Refused
 
 
 def pool(*, replicas: int = 2, most: int = 2, **more: Any) -> Pool:
-    found = Pool("m", rate_per_s=1.0, usual=Ask(100.0, 25.0), **more)
+    found = Pool(Ask(100.0, 25.0), rate_per_s=1.0, **more)
     for number in range(replicas):
         found.add(Backend(f"r{number}", f"h:{number}", most))
     return found
@@ -70,7 +72,7 @@ def test_work_decides_and_not_the_number_of_requests() -> None:
 
 def test_a_prefix_attracts_until_its_holder_is_busy() -> None:
     found = pool(most=50)
-    blocks = tuple(prefixes.chain("x" * 20 * BLOCK))
+    blocks = tuple(chain("x" * 20 * BLOCK))
     ask = Ask(20 * BLOCK / 4, 20, blocks=blocks)
     found.enter(ask, 0.0)
     (first,) = sent(found, 0.0)
@@ -182,14 +184,15 @@ def test_prefixes_are_bounded_and_forgotten_with_their_replica() -> None:
     assert len(held) == 100
     held.forget("r0")
     assert len(held) == 50
-    first, second = prefixes.chain("a" * 3 * BLOCK), prefixes.chain("a" * 2 * BLOCK + "b" * BLOCK)
+    first, second = chain("a" * 3 * BLOCK), chain("a" * 2 * BLOCK + "b" * BLOCK)
     held.learn(first, "r1")
     held.learn(first[:1], "r2")
     assert held.matched(second) == {"r1": 2, "r2": 1}
 
 
-def menu(name: str = "m", **more: Any) -> Menu:
-    return Menu(name, more.pop("patience_s", 1.0), Ask(100.0, 25.0), rate_per_s=1.0, **more)
+def part(name: str = "m", **more: Any) -> Part:
+    usual = {"prompt_tokens": 100.0, "output_tokens": 25.0, "rate_per_s": 1.0, "patience_s": 1.0}
+    return Part(name, data={}, recipe="r", replicas=1, in_flight=1, **{**usual, **more})
 
 
 def backend(name: str, most: int = 1) -> dict[str, Any]:
@@ -201,7 +204,7 @@ def body(**more: Any) -> bytes:
 
 
 async def test_an_alias_is_renamed_and_an_adapter_is_not() -> None:
-    desk = Desk({"m": menu(aliases=("gpt",), adapters=("fine",))})
+    desk = Desk({"m": part(aliases=("gpt",), adapters=("fine",))})
     desk.backends({"m": [backend("a", 9), backend("b", 9)]}, {})
     plain, alias, adapter = [
         await desk.pick(body(model=name), tenant="anybody", headers={}) for name in ("m", "gpt", "fine")
@@ -217,7 +220,7 @@ async def test_an_alias_is_renamed_and_an_adapter_is_not() -> None:
 async def test_a_tenant_pays_for_what_it_got() -> None:
     key, digest = tenants.new_key()
     known = Tenants.model_validate({"tenants": {"me": {"key_sha256": digest, "in_flight": 1, "models": ["m"]}}})
-    desk = Desk({"m": menu(usd_per_1m_tokens=2.0), "n": menu("n")}, known)
+    desk = Desk({"m": part(usd_per_1m_tokens=2.0), "n": part("n")}, known)
     desk.backends({"m": [backend("a", 9)], "n": [backend("b")]}, {})
     assert desk.door.known(f"Bearer {key}") == "me"
     assert list(desk.models("me")) == ["m"]
@@ -232,7 +235,7 @@ async def test_a_tenant_pays_for_what_it_got() -> None:
 
 
 async def test_when_envoy_is_gone_its_places_are_free_again() -> None:
-    desk = Desk({"m": menu(patience_s=50.0)})
+    desk = Desk({"m": part(patience_s=50.0)})
     desk.backends({"m": [backend("a")]}, {})
     await desk.pick(body(), tenant="anybody", headers={})
     second = asyncio.create_task(desk.pick(body(), tenant="anybody", headers={}))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from powerband.core.deployment import Deployment
+from powerband.core.document import HEADER
 from powerband.engines.base import Engine
 from powerband.errors import InputError, did_you_mean
 
@@ -36,3 +38,9 @@ def deployment_type(name: str) -> type[Deployment[Any]]:
     """Return the deployment document whose config has that engine's knobs."""
     typed: type[Deployment[Any]] = Deployment.__class_getitem__(get(name).config_type)  # type: ignore[assignment]
     return typed
+
+
+def deployment_of(data: Mapping[str, Any]) -> Deployment[Any]:
+    """Return the deployment that plain data describe, with the document's header or without it."""
+    plain = {key: value for key, value in data.items() if key != HEADER}
+    return deployment_type(plain["engine"]).model_validate(plain)

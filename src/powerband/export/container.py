@@ -10,7 +10,6 @@ import yaml
 
 from powerband import engines
 from powerband.core.deployment import Deployment
-from powerband.core.document import HEADER
 from powerband.core.engine import Installation
 from powerband.core.recipe import Recipe
 
@@ -37,8 +36,7 @@ class Container:
 
 def deployment(recipe: Recipe, **changes: Any) -> Deployment[Any]:
     """Return the recipe's deployment, with some of its parts replaced."""
-    data = {key: value for key, value in recipe.deployment.items() if key != HEADER}
-    return engines.deployment_type(data["engine"]).model_validate({**data, **changes})
+    return engines.deployment_of({**recipe.deployment, **changes})
 
 
 def container(recipe: Recipe) -> Container:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from powerband.core.beginnings import BLOCK, CHARACTERS_PER_TOKEN, chain
 from powerband.core.recipe import Recipe
 from powerband.core.statistics import wilson
 from powerband.core.workload import Workload
@@ -15,7 +16,6 @@ from powerband.load import prompts, tokens
 from powerband.observe.drift import Alarm, Drift, Row
 
 _PROVEN = 2000  # requests that are drawn to compare with
-_BLOCK = 256  # characters
 
 
 @dataclass(frozen=True)
@@ -62,19 +62,10 @@ def proven(workload: Workload, rate_per_s: float, *, source: str, count: int = _
             place = number * traffic.turns + turn
             chat = traffic.messages(number, turn=turn, earlier=chat)
             text = "".join(one["content"] for one in chat)
-            share = known_share(blocks(text), seen)
+            share = known_share(chain(text), seen)
             found.append(Row(at_s, len(text), traffic.output_tokens[place], share, turn + 1))
             chat.append({"role": "assistant", "content": "word " * traffic.output_tokens[place]})
     return sorted(found, key=lambda row: row.at_s)
-
-
-def blocks(text: str) -> list[int]:
-    """Return a hash of each beginning of a text that is a whole number of blocks long."""
-    found, last = [], 0
-    for start in range(0, len(text) - _BLOCK + 1, _BLOCK):
-        last = hash((last, text[start : start + _BLOCK]))
-        found.append(last)
-    return found
 
 
 def known_share(ids: Sequence[int], seen: set[int]) -> float:
@@ -114,13 +105,12 @@ def captured(notes: Path, folder: Path, *, name: str) -> Path:
     trace = folder / f"{name}-trace.jsonl"
     kept = ("timestamp", "input_length", "output_length", "hash_ids")
     trace.write_text("".join(json.dumps({key: row[key] for key in kept}) + "\n" for row in rows))
-    block = round(_BLOCK / 4)
     workload = Workload.model_validate(
         {
             "name": name,
             "description": f"captured: {len(rows)} requests",
             "arrivals": {"process": "trace"},
-            "trace": {"path": trace.name, "block_tokens": block},
+            "trace": {"path": trace.name, "block_tokens": round(BLOCK / CHARACTERS_PER_TOKEN)},
         }
     )
     path = folder / f"{name}.yaml"

@@ -14,8 +14,8 @@ from typing import Any
 from powerband.core.engine import Command
 from powerband.errors import EngineFailed
 from powerband.runtime import ports
-from powerband.runtime.process import Process
 from powerband.serve import envoy
+from powerband.serve.kept import keep
 from powerband.serve.order import Order, Part, resolved
 from powerband.store import runs
 
@@ -30,7 +30,6 @@ class Fleet:
     def __init__(self, order: Order, folder: Path) -> None:
         self.order, self.folder = order, folder
         self.url = f"http://{order.host}:{order.port}"
-        self.supervisor: Process | None = None
 
     def status(self) -> dict[str, Any]:
         """Return what the supervisor said last."""
@@ -86,23 +85,12 @@ async def fleet(
         )
         order.write(folder / "order.json")
         running = Fleet(order, folder)
-        keeping = asyncio.create_task(_keep(running))
+        command = Command(argv=(sys.executable, "-m", "powerband.serve.supervisor", str(folder)))
+        log = folder / "supervisor.log"
+        keeping = asyncio.create_task(keep(command, log=log, longest_pause_s=5.0, grace_s=_DRAIN_S))
         try:
             yield running
         finally:
             keeping.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await keeping
-
-
-async def _keep(running: Fleet) -> None:
-    command = Command(argv=(sys.executable, "-m", "powerband.serve.supervisor", str(running.folder)))
-    pause_s = 0.05
-    while True:
-        began = time.monotonic()
-        process = Process(command, log=running.folder / "supervisor.log", grace_s=_DRAIN_S)
-        async with process:
-            running.supervisor = process
-            await process.ended.wait()
-        pause_s = 0.05 if time.monotonic() - began > 10 else min(2 * pause_s, 5.0)
-        await asyncio.sleep(pause_s)

@@ -11,36 +11,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from powerband.core.fleet import CLASSES, Routing, Tenants
-from powerband.serve import prefixes, requests
-from powerband.serve.pool import CHARACTERS_PER_TOKEN, Ask, Backend, Pool, Ticket
+from powerband.core.beginnings import CHARACTERS_PER_TOKEN, chain
+from powerband.core.fleet import CLASSES, Tenants
+from powerband.serve import requests
+from powerband.serve.order import Part
+from powerband.serve.pool import Ask, Backend, Pool, Ticket
 from powerband.serve.requests import Refused, Request
 from powerband.serve.tenants import ANYBODY, Account, Door
 
 _SOON_S = 1.0  # the shortest Retry-After
-
-
-@dataclass(frozen=True)
-class Menu:
-    """What the desk must know of one model of the fleet."""
-
-    name: str
-    patience_s: float
-    usual: Ask
-    ttft_s: float | None = None  # that is promised
-    rate_per_s: float | None = None
-    usd_per_1m_tokens: float = 0.0
-    aliases: tuple[str, ...] = ()
-    adapters: tuple[str, ...] = ()
-    routing: Routing = "prefix"
-    fallback: str = ""
-
-    @classmethod
-    def of(cls, data: Mapping[str, Any]) -> Menu:
-        """Read it back from plain data."""
-        usual = Ask(**data["usual"])
-        names = {key: tuple(data.get(key, ())) for key in ("aliases", "adapters")}
-        return cls(**{**data, "usual": usual, **names})
 
 
 @dataclass(eq=False, slots=True)
@@ -50,7 +29,7 @@ class Case:
     name: str
     tenant: str
     account: Account
-    model: Menu
+    model: Part
     ticket: Ticket
     pool: Pool
     sent: asyncio.Future[Ticket]
@@ -84,7 +63,7 @@ class Ended:
 class Desk:
     """All pools of a fleet, behind one door."""
 
-    menus: dict[str, Menu]
+    parts: dict[str, Part]
     tenants: Tenants | None = None
     clock: Callable[[], float] = time.monotonic
     on_end: Callable[[Case, Ended], None] = lambda *_: None
@@ -95,10 +74,10 @@ class Desk:
 
     def __post_init__(self) -> None:
         self.door = Door(self.tenants)
-        for name, menu in self.menus.items():
-            self.pools[name] = Pool(name, rate_per_s=menu.rate_per_s, usual=menu.usual, routing=menu.routing)
+        for name, part in self.parts.items():
+            self.pools[name] = Pool(part.usual, rate_per_s=part.rate_per_s, routing=part.routing)
         self._names = {
-            said: name for name, menu in self.menus.items() for said in (name, *menu.aliases, *menu.adapters)
+            said: name for name, part in self.parts.items() for said in (name, *part.aliases, *part.adapters)
         }
         self._by_ticket: dict[Ticket, Case] = {}
 
@@ -123,10 +102,10 @@ class Desk:
         name = self._names.get(asked.model)
         if name is None:
             raise Refused(404, f"there is no model {asked.model}", code="model_not_found")
-        menu, now_s = self.menus[name], self.clock()
-        account = self.door.enter(tenant, asked.model if asked.model in menu.adapters else name, now_s)
+        part, now_s = self.parts[name], self.clock()
+        account = self.door.enter(tenant, asked.model if asked.model in part.adapters else name, now_s)
         try:
-            case = self._admitted(asked, menu, tenant, account, headers, now_s)
+            case = self._admitted(asked, part, tenant, account, headers, now_s)
         except Refused:
             account.running -= 1
             account.refused += 1
@@ -152,7 +131,7 @@ class Desk:
     def _admitted(
         self,
         asked: Request,
-        menu: Menu,
+        part: Part,
         tenant: str,
         account: Account,
         headers: Mapping[str, str],
@@ -160,13 +139,13 @@ class Desk:
     ) -> Case:
         """Put a request into the queue that can serve it in time."""
         priority = self._priority(tenant, headers)
-        patience_s = _patience(headers, menu.patience_s)
-        blocks = tuple(prefixes.chain(asked.text))
+        patience_s = _patience(headers, part.patience_s)
+        blocks = tuple(chain(asked.text))
         waits = []
-        for model in filter(None, (menu, self.menus.get(menu.fallback))):
+        for model in filter(None, (part, self.parts.get(part.fallback))):
             pool = self.pools[model.name]
             waits.append(wait_s := pool.wait_s(priority, now_s))
-            if wait_s <= patience_s or (math.isinf(wait_s) and model is menu and not model.fallback):
+            if wait_s <= patience_s or (math.isinf(wait_s) and model is part and not model.fallback):
                 usual = model.usual.output_tokens
                 ask = Ask(
                     prompt_tokens=len(asked.text) / CHARACTERS_PER_TOKEN,
@@ -179,7 +158,7 @@ class Desk:
                 )
                 ticket = pool.enter(ask, now_s)
                 future = asyncio.get_running_loop().create_future()
-                case = Case(secrets.token_hex(8), tenant, account, model, ticket, pool, future, model is not menu)
+                case = Case(secrets.token_hex(8), tenant, account, model, ticket, pool, future, model is not part)
                 self.cases[case.name] = self._by_ticket[ticket] = case
                 self.overflows += case.overflowed
                 return case

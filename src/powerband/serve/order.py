@@ -11,18 +11,16 @@ from typing import Any
 
 from powerband import engines
 from powerband.core.deployment import Deployment
-from powerband.core.document import HEADER
 from powerband.core.fleet import Fleet, Routing, Served, Tenants
 from powerband.core.recipe import Recipe
 from powerband.errors import InputError
 from powerband.launchers import local
 from powerband.serve.pool import Ask
 from powerband.serve.scaling import Policy
-from powerband.store import documents
+from powerband.store import documents, runs
 
 _PATIENCE_S = 30.0  # where no SLO says how long one may wait
 _OF_THE_SLO = 0.5  # of its TTFT may be spent in the queue
-_USUAL = Ask(200.0, 100.0)
 
 
 @dataclass(frozen=True)
@@ -35,8 +33,8 @@ class Part:
     replicas: int
     in_flight: int
     patience_s: float
-    prompt_tokens: float = _USUAL.prompt_tokens
-    output_tokens: float = _USUAL.output_tokens
+    prompt_tokens: float = 200.0  # of a usual request
+    output_tokens: float = 100.0
     rate_per_s: float | None = None
     usd_per_1m_tokens: float = 0.0
     aliases: tuple[str, ...] = ()
@@ -47,6 +45,11 @@ class Part:
     start_s: float = 10.0
     ttft_s: float | None = None  # that is promised
     path: str = ""  # of the recipe
+
+    @property
+    def usual(self) -> Ask:
+        """Return a usual request."""
+        return Ask(self.prompt_tokens, self.output_tokens)
 
     @property
     def scales(self) -> bool:
@@ -66,8 +69,7 @@ class Part:
 
     def deployment(self) -> Deployment[Any]:
         """Return the deployment that each replica is, under the fleet's name for it."""
-        data = {key: value for key, value in self.data.items() if key != HEADER}
-        return engines.deployment_type(data["engine"]).model_validate({**data, "name": self.name})
+        return engines.deployment_of({**self.data, "name": self.name})
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Order:
 
     def write(self, path: Path) -> None:
         """Keep it where the supervisor finds it."""
-        path.write_text(json.dumps(dataclasses.asdict(self)))
+        runs.keep(path, json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def read(cls, path: Path) -> Order:
@@ -98,25 +100,6 @@ class Order:
     def with_part(self, part: Part) -> Order:
         """Return the order with another recipe for one model."""
         return dataclasses.replace(self, parts={**self.parts, part.name: part})
-
-    def menu(self) -> dict[str, Any]:
-        """Return what the picker must know."""
-        models = {
-            name: {
-                "name": name,
-                "patience_s": part.patience_s,
-                "ttft_s": part.ttft_s,
-                "usual": {"prompt_tokens": part.prompt_tokens, "output_tokens": part.output_tokens},
-                "rate_per_s": part.rate_per_s,
-                "usd_per_1m_tokens": part.usd_per_1m_tokens,
-                "aliases": part.aliases,
-                "adapters": part.adapters,
-                "routing": part.routing,
-                "fallback": part.fallback,
-            }
-            for name, part in self.parts.items()
-        }
-        return {"models": models, "tenants": self.tenants, "capture": self.capture}
 
 
 def resolved(path: Path, *, replicas: int | None = None) -> tuple[dict[str, Part], str]:
@@ -136,10 +119,7 @@ def resolved(path: Path, *, replicas: int | None = None) -> tuple[dict[str, Part
 def _part(name: str, served: Served, path: Path) -> Part:
     document = documents.read(str(path))
     if isinstance(document, Recipe):
-        deployment = engines.deployment_type(document.deployment["engine"]).model_validate(
-            {key: value for key, value in document.deployment.items() if key != HEADER}
-        )
-        proven = _proven(document)
+        deployment, proven = engines.deployment_of(document.deployment), _proven(document)
     elif isinstance(document, Deployment):
         deployment, proven = document, {}
     else:
@@ -148,18 +128,15 @@ def _part(name: str, served: Served, path: Path) -> Part:
     if prepared.engine.attaches:
         raise InputError(f"{path} is a server that somebody else runs", hint="serve a deployment of vllm or llamacpp")
     at_once = prepared.engine.at_once(prepared.deployment, model=prepared.model, host=prepared.host)
-    in_flight = served.in_flight or min(at_once, proven.pop("in_flight", None) or at_once)
-    proven.pop("in_flight", None)
-    patience_s = served.patience_s or proven.pop("patience_s", _PATIENCE_S)
-    proven.pop("patience_s", None)
+    in_flight, patience_s = proven.pop("in_flight", None) or at_once, proven.pop("patience_s", _PATIENCE_S)
     return Part(
         name=name or prepared.deployment.served_name,
         data=prepared.deployment.to_data(),
         recipe=document.name or path.stem,
         path=str(path.resolve()),
         replicas=served.replicas,
-        in_flight=in_flight,
-        patience_s=patience_s,
+        in_flight=served.in_flight or min(at_once, in_flight),
+        patience_s=served.patience_s or patience_s,
         aliases=served.aliases,
         adapters=served.adapters,
         routing=served.routing,

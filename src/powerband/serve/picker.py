@@ -2,7 +2,7 @@
 
     python -m powerband.serve.picker FOLDER
 
-The folder holds `menu.json`; the supervisor speaks through `control.sock` in it, Envoy through `picker.sock`.
+The folder holds `order.json`; the supervisor speaks through `control.sock` in it, Envoy through `picker.sock`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from envoy.type.v3 import http_status_pb2
 from powerband.core.fleet import Tenants
 from powerband.errors import PowerbandError
 from powerband.serve import envoy, requests
-from powerband.serve.desk import Desk, Ended, Menu, Sent
+from powerband.serve.desk import Desk, Ended, Sent
+from powerband.serve.order import Order
 from powerband.serve.requests import Refused
 from powerband.serve.watch import Watch
 from powerband.store import documents
@@ -193,10 +194,10 @@ async def _control(desk: Desk, watch: Watch, reader: asyncio.StreamReader, write
 
 
 async def _main(folder: Path) -> None:
-    menu = json.loads((folder / "menu.json").read_text())
-    tenants = documents.of(Tenants, Path(menu["tenants"])) if menu["tenants"] else None
-    watch = Watch(folder / "traffic.jsonl" if menu["capture"] else None)
-    desk = Desk({name: Menu.of(one) for name, one in menu["models"].items()}, tenants, on_end=watch.ended)
+    order = Order.read(folder / "order.json")
+    tenants = documents.of(Tenants, Path(order.tenants)) if order.tenants else None
+    watch = Watch(folder / "traffic.jsonl" if order.capture else None)
+    desk = Desk(order.parts, tenants, on_end=watch.ended)
     for name in ("picker.sock", "control.sock"):
         (folder / name).unlink(missing_ok=True)
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", 16 * 2**20)])

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from powerband import engines
-from powerband.core.document import HEADER
 from powerband.launchers import local
 from powerband.runtime import ports
 from powerband.runtime.process import Process
@@ -33,10 +32,8 @@ class Taken:
 @contextlib.asynccontextmanager
 async def taken(data: dict[str, Any], directory: Path, *, host: str = "127.0.0.1") -> AsyncIterator[Taken]:
     """Start a replica of a deployment, and yield it once it answers."""
-    plain = {key: value for key, value in data.items() if key != HEADER}
-    deployment = engines.deployment_type(data["engine"]).model_validate(plain)
     directory.mkdir(parents=True, exist_ok=True)
-    prepared = await asyncio.to_thread(local.prepare, deployment)
+    prepared = await asyncio.to_thread(local.prepare, engines.deployment_of(data))
     async with contextlib.AsyncExitStack() as stack:
         replica = await stack.enter_async_context(local.launch(prepared, directory=directory))
         port, before = replica.port, None

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
+from powerband.core.beginnings import BLOCK, CHARACTERS_PER_TOKEN
 from powerband.core.fleet import Routing
-from powerband.serve.prefixes import BLOCK, Prefixes
+from powerband.serve.prefixes import Prefixes
 
-CHARACTERS_PER_TOKEN = 4.0
 _OUTPUT_UNITS = 4.0  # a token written costs about as much as so many read; only ratios matter, the scale is learned
 _ADAPTER_UNITS = 200.0  # to load an adapter that a replica does not hold
 _LEARNED = 0.1  # of each answer, when the speed of a pool is adjusted
@@ -84,18 +84,16 @@ class Pool:
 
     def __init__(
         self,
-        name: str,
+        usual: Ask,
         *,
         rate_per_s: float | None = None,
-        usual: Ask | None = None,
         routing: Routing = "prefix",
     ) -> None:
-        self.name, self.routing = name, routing
+        self.routing = routing
         self.backends: dict[str, Backend] = {}
         self.prefixes = Prefixes()
-        self.rate_per_s, self.usual = rate_per_s, usual or Ask(200.0, 100.0)
-        self.unit_s = 1.0 / (rate_per_s * self.usual.units) if rate_per_s else 0.001  # of one replica; learned
-        self._usual_units = self.usual.units  # of a request; learned
+        self.unit_s = 1.0 / (rate_per_s * usual.units) if rate_per_s else 0.001  # of one replica; learned
+        self._usual_units = usual.units  # of a request; learned
         self._running: Counter[int] = Counter()  # by class
         self.arrived = self._sent = self._sent_to_canaries = 0
         self.share = 0.0  # of the requests that go to a recipe on trial

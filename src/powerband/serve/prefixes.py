@@ -5,18 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-BLOCK = 256  # characters; shorter beginnings are not worth remembering
-_DEEPEST = 64  # blocks of one prompt
-
-
-def chain(text: str) -> list[int]:
-    """Return a hash for each whole block, each of all the text up to its end."""
-    found, last = [], 0
-    for start in range(0, min(len(text), BLOCK * _DEEPEST) - BLOCK + 1, BLOCK):
-        last = hash((last, text[start : start + BLOCK]))
-        found.append(last)
-    return found
-
 
 class Prefixes:
     """What each replica holds, as far as it was told; the oldest is forgotten first."""

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from powerband.core.beginnings import said
+
 PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -65,7 +67,7 @@ def _chat(messages: Any) -> str:
         content = one.get("content")
         if isinstance(content, list):  # of parts; what is no text does not count
             content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-        parts.append(f"{one['role']}\n{content if isinstance(content, str) else ''}\n")
+        parts.append(said(one["role"], content if isinstance(content, str) else ""))
     return "".join(parts)
 
 

@@ -72,9 +72,8 @@ class Seat:
                 finally:
                     self.replica = None
                     self.on_change()
-                if gone.done():
-                    self.problem = str(gone.exception() or "")
-                gone.cancel()
+                if not gone.cancel():
+                    gone.exception()  # why it is gone stands in its log
         finally:
             stopping.cancel()
 

@@ -23,11 +23,12 @@ import httpx
 
 from powerband.core.engine import Command
 from powerband.errors import PowerbandError
-from powerband.runtime.process import Process
 from powerband.serve import envoy
+from powerband.serve.kept import keep
 from powerband.serve.order import Order, Part
 from powerband.serve.scaling import Scaler, Seen
 from powerband.serve.seat import Seat
+from powerband.store import runs
 
 _TICK_S, _PATIENCE_S = 0.25, 5.0
 _DRAIN_S, _GAUGES_S = 600.0, 2.0
@@ -61,8 +62,8 @@ class Supervisor:
             for _ in range(part.replicas):
                 self._add(name, part)
         helpers = [
-            asyncio.create_task(self._keep("picker", self._picker_command, self._talk)),
-            asyncio.create_task(self._keep("envoy", self._envoy_command)),
+            asyncio.create_task(self._keep("picker", self._picker_command(), self._talk)),
+            asyncio.create_task(self._keep("envoy", self._envoy_command())),
             asyncio.create_task(self._publish()),
             asyncio.create_task(self._tick()),
             asyncio.create_task(self._hear()),
@@ -86,15 +87,10 @@ class Supervisor:
             endpoints=self.folder / "endpoints" / "replicas.json",
         )
         (self.folder / "envoy.json").write_text(json.dumps(settings, indent=1))
-        (self.folder / "endpoints").mkdir(exist_ok=True)
         self._write_endpoints(set())
-        (self.folder / "menu.json").write_text(json.dumps(self.order.menu()))
 
     def _write_endpoints(self, addresses: set[str]) -> None:
-        path = self.folder / "endpoints" / "replicas.json"
-        fresh = self.folder / "replicas.new"  # moved into the folder that Envoy watches
-        fresh.write_text(envoy.endpoints(addresses))
-        fresh.replace(path)
+        runs.keep(self.folder / "endpoints" / "replicas.json", envoy.endpoints(addresses))
 
     def _add(self, name: str, part: Part) -> None:
         self._numbers[name] += 1
@@ -168,24 +164,8 @@ class Supervisor:
         shares = {name: share for name, (_, share) in self._on_trial.items()}
         self._picker.write(json.dumps({"backends": backends, "shares": shares}).encode() + b"\n")
 
-    async def _keep(
-        self, name: str, command: Callable[[], Command], use: Callable[[], Awaitable[None]] | None = None
-    ) -> None:
-        """Run a helper, and run it again whenever it ends."""
-        pause_s = 0.05
-        while True:
-            began = time.monotonic()
-            async with Process(command(), log=self.folder / f"{name}.log") as process:
-                using = asyncio.ensure_future(use()) if use else None
-                try:
-                    await process.ended.wait()
-                finally:
-                    if using:
-                        using.cancel()
-                        with contextlib.suppress(asyncio.CancelledError):
-                            await using
-            pause_s = 0.05 if time.monotonic() - began > 10 else min(2 * pause_s, 2.0)
-            await asyncio.sleep(pause_s)
+    async def _keep(self, name: str, command: Command, use: Callable[[], Awaitable[None]] | None = None) -> None:
+        await keep(command, log=self.folder / f"{name}.log", longest_pause_s=2.0, use=use)
 
     def _picker_command(self) -> Command:
         return Command(argv=(sys.executable, "-m", "powerband.serve.picker", str(self.folder)))
@@ -265,7 +245,6 @@ class Supervisor:
                 await asyncio.sleep(_TICK_S)
             self.order = self.order.with_part(part)
             self.order.write(self.folder / "order.json")
-            (self.folder / "menu.json").write_text(json.dumps(self.order.menu()))
         await asyncio.gather(*(self._retire(one) for one in others))
         return {"serving": self.order.parts[name].recipe}
 
@@ -278,9 +257,7 @@ class Supervisor:
             if (now := _changed_at(self.order.tenants)) != keys and self._picker:
                 keys = now
                 self._picker.write(json.dumps({"tenants": self.order.tenants}).encode() + b"\n")
-            fresh = self.folder / "status.new"
-            fresh.write_text(json.dumps(self.status()))
-            fresh.replace(self.folder / "status.json")
+            runs.keep(self.folder / "status.json", json.dumps(self.status()))
             await asyncio.sleep(_TICK_S)
 
     def _scale(self, name: str, scaler: Scaler) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from powerband.core.beginnings import CHARACTERS_PER_TOKEN
 from powerband.core.fleet import CLASSES
 from powerband.serve.desk import Case, Desk, Ended
-from powerband.serve.pool import CHARACTERS_PER_TOKEN
 from powerband.serve.requests import Refused
 
 _BUCKETS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 60, 120)

@@ -185,7 +185,7 @@ def expectations(model: Model, host: Host, own: Levers, requests: Requests, slo:
         if engine.scheduling is None:
             return None
         data = {"variant": {"source": model.source}, "engine": engine.name, "config": own.config(settings)}
-        deployment = engines.deployment_type(engine.name).model_validate(data)
+        deployment = engines.deployment_of(data)
         choice = engine.choice_of(deployment, model=model, host=host)
         alike = choice.model_copy(update={"scheme": settings[WEIGHTS], "drafted": 0}).model_dump_json()
         key = (engine.name, alike)

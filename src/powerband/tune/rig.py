@@ -77,7 +77,7 @@ class Rig:
             "engine": settings[ENGINE],
             "config": self.levers.config(settings),
         }
-        return engines.deployment_type(settings[ENGINE]).model_validate(data)
+        return engines.deployment_of(data)
 
     async def reference(self) -> Prepared:
         """Return the published model on an engine that loads it as it is, or as nearly as can be."""

@@ -1,0 +1,21 @@
+"""How a prompt is compared with others: as text, cut into blocks, each hashed with all that stands before it."""
+
+from __future__ import annotations
+
+BLOCK = 256  # characters; shorter beginnings are not worth remembering
+CHARACTERS_PER_TOKEN = 4.0  # where nobody has counted
+_DEEPEST = 64  # blocks of one prompt
+
+
+def said(role: str, content: str) -> str:
+    """Return one message of a chat as text."""
+    return f"{role}\n{content}\n"
+
+
+def chain(text: str) -> list[int]:
+    """Return a hash for each whole block, each of all the text up to its end."""
+    found, last = [], 0
+    for start in range(0, min(len(text), BLOCK * _DEEPEST) - BLOCK + 1, BLOCK):
+        last = hash((last, text[start : start + BLOCK]))
+        found.append(last)
+    return found
