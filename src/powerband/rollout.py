@@ -49,9 +49,8 @@ async def rollout(
     say: Callable[[str], None] = lambda _: None,
 ) -> Verdict:
     """Try a recipe with a share of the traffic; put it in the place of the old one, or give it up."""
-    order = Order.read(folder / "order.json")
-    name = _model(order, model)
-    old = order.parts[name]
+    old = Order.read(folder).part(model)
+    name = old.name
     part = dataclasses.replace(next(iter(resolved(new)[0].values())), name=name, replicas=old.replicas)
     if part.recipe == old.recipe:
         part = dataclasses.replace(part, recipe=f"{part.recipe} (new)")
@@ -67,17 +66,6 @@ async def rollout(
     return Verdict(
         not reason, reason or f"{part.recipe} answered {answered} requests no worse than {old.recipe}", answered
     )
-
-
-def _model(order: Order, wanted: str | None) -> str:
-    if wanted is None and len(order.parts) == 1:
-        return next(iter(order.parts))
-    if wanted not in order.parts:
-        raise InputError(
-            "the fleet serves several models" if wanted is None else f"the fleet serves no {wanted}",
-            hint=f"name one with --model: {', '.join(order.parts)}",
-        )
-    return wanted
 
 
 async def _order(folder: Path, told: dict[str, Any]) -> dict[str, Any]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from powerband.core.beginnings import BLOCK, CHARACTERS_PER_TOKEN, chain
+from powerband.core.beginnings import BLOCK, chain, said
 from powerband.core.recipe import Recipe
 from powerband.core.statistics import wilson
 from powerband.core.workload import Workload
+from powerband.errors import InputError
 from powerband.load import prompts, tokens
 from powerband.observe.drift import Alarm, Drift, Row
+
+Note = dict[str, Any]  # a line of what a fleet noted
 
 _PROVEN = 2000  # requests that are drawn to compare with
 
@@ -61,7 +64,7 @@ def proven(workload: Workload, rate_per_s: float, *, source: str, count: int = _
         for turn in range(traffic.turns):
             place = number * traffic.turns + turn
             chat = traffic.messages(number, turn=turn, earlier=chat)
-            text = "".join(one["content"] for one in chat)
+            text = "".join(said(one["role"], one["content"]) for one in chat)
             share = known_share(chain(text), seen)
             found.append(Row(at_s, len(text), traffic.output_tokens[place], share, turn + 1))
             chat.append({"role": "assistant", "content": "word " * traffic.output_tokens[place]})
@@ -79,38 +82,49 @@ def known_share(ids: Sequence[int], seen: set[int]) -> float:
     return known / len(ids) if ids else 0.0
 
 
-def read(path: Path) -> Iterator[Row]:
-    """Read what a fleet noted of its traffic."""
+def notes(folder: Path, model: str) -> list[Note]:
+    """Read what a fleet noted of a model's traffic, in the order in which it came."""
+    path = folder / "traffic.jsonl"
+    if not path.exists():
+        raise InputError(f"{folder} holds no notes of its traffic", hint="serve with --capture")
+    whole = (json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))
+    return sorted((row for row in whole if row["model"] == model), key=lambda row: float(row["timestamp"]))
+
+
+def rows(held: Sequence[Note]) -> list[Row]:
+    """Return what is compared with what the recipe was proven with."""
     seen: set[int] = set()
-    for row in _lines(path):
-        share = known_share(row["hash_ids"], seen)
-        yield Row(row["timestamp"] / 1000, row["characters"], row["output_length"], share, row["turns"])
+    return [
+        Row(
+            row["timestamp"] / 1000,
+            row["characters"],
+            row["output_length"],
+            known_share(row["hash_ids"], seen),
+            row["turns"],
+        )
+        for row in held
+    ]
 
 
-def first_tokens(path: Path) -> list[float]:
+def first_tokens(held: Sequence[Note]) -> list[float]:
     """Return how long each first token took."""
-    return [row["ttft_s"] for row in _lines(path) if row["ttft_s"] is not None]
+    return [row["ttft_s"] for row in held if row["ttft_s"] is not None]
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open() as stream:
-        for line in stream:
-            if line.endswith("\n"):
-                yield json.loads(line)
-
-
-def captured(notes: Path, folder: Path, *, name: str) -> Path:
+def captured(held: Sequence[Note], folder: Path, *, name: str) -> Path:
     """Write what a fleet noted as a workload for `bench` and `tune`: lengths, times, which beginnings were shared."""
-    rows = sorted(_lines(notes), key=lambda row: float(row["timestamp"]))
+    if not held:
+        raise InputError("the fleet has answered nothing yet", hint="wait for traffic")
     trace = folder / f"{name}-trace.jsonl"
     kept = ("timestamp", "input_length", "output_length", "hash_ids")
-    trace.write_text("".join(json.dumps({key: row[key] for key in kept}) + "\n" for row in rows))
+    trace.write_text("".join(json.dumps({key: row[key] for key in kept}) + "\n" for row in held))
+    tokens_per_character = sum(row["input_length"] for row in held) / max(1, sum(row["characters"] for row in held))
     workload = Workload.model_validate(
         {
             "name": name,
-            "description": f"captured: {len(rows)} requests",
+            "description": f"captured: {len(held)} requests",
             "arrivals": {"process": "trace"},
-            "trace": {"path": trace.name, "block_tokens": round(BLOCK / CHARACTERS_PER_TOKEN)},
+            "trace": {"path": trace.name, "block_tokens": max(1, round(BLOCK * tokens_per_character))},
         }
     )
     path = folder / f"{name}.yaml"

@@ -10,7 +10,6 @@ import math
 import random
 import statistics
 from bisect import bisect_left, bisect_right
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -18,6 +17,7 @@ from itertools import pairwise
 _LEAN = 0.25  # standard deviations that are no drift yet
 _ALARM, _WINDOW_ALARM = 26.0, 18.0  # sums that chance reaches once in millions of requests
 _FAR = 3.0  # one value may not say more than this
+_SETTLED = 200  # requests, after which sessions that are shorter than the proven ones count too
 GAPS = 25  # between arrivals, of which one burstiness is made
 
 
@@ -90,32 +90,43 @@ class Drift:
             for axis in ("prompt", "output", "prefix_share", "turns")
         }
         self._sums = {axis: Sums(_ALARM) for axis in self._scores}
-        gaps = [later.at_s - early.at_s for early, later in pairwise(proven)]
+        self._opening = min(one.turns for one in proven)  # later turns come when an answer was read: no arrivals
+        self._latest, self._settled = max(one.turns for one in proven), False
+        came = [one.at_s for one in proven if one.turns == self._opening]
+        gaps = [later - early for early, later in pairwise(came)]
         self._bursts = Scores([burstiness(gaps[at : at + GAPS]) for at in range(0, len(gaps) - GAPS + 1, 5)])
         self._burst_sums = Sums(_WINDOW_ALARM)
-        self._gaps: deque[float] = deque(maxlen=GAPS)
+        self._gaps: list[float] = []
         self._last_s: float | None = None
         self.seen = 0
 
     def see(self, row: Row) -> list[Alarm]:
         """Return the axes that are beyond doubt with this request."""
         self.seen += 1
+        self._settled = self._settled or row.turns >= self._latest or self.seen > _SETTLED
+        if not self._settled:  # a new fleet sees first turns only, until the first sessions come to their last
+            return []
         found = []
         for axis, sums in self._sums.items():
             if side := sums.add(self._scores[axis].score(getattr(row, axis)), row.at_s):
                 since = sums.up_since if side == "higher" else sums.down_since
                 found.append(Alarm(axis, side, since, self.seen))
                 self._sums[axis] = Sums(_ALARM)
+        return found + self._arrived(row) if row.turns <= self._opening else found
+
+    def _arrived(self, row: Row) -> list[Alarm]:
+        """Judge the burstiness of every so many arrivals."""
         if self._last_s is not None:
             self._gaps.append(row.at_s - self._last_s)
         self._last_s = row.at_s
-        if self.seen % GAPS == 0 and len(self._gaps) == GAPS and self._bursts.values:
-            sums = self._burst_sums
-            if side := sums.add(self._bursts.score(burstiness(self._gaps)), row.at_s):
-                since = sums.up_since if side == "higher" else sums.down_since
-                found.append(Alarm("burstiness", side, since, self.seen))
-                self._burst_sums = Sums(_WINDOW_ALARM)
-        return found
+        if len(self._gaps) < GAPS or not self._bursts.values:
+            return []
+        sums, score = self._burst_sums, self._bursts.score(burstiness(self._gaps))
+        self._gaps.clear()
+        if not (side := sums.add(score, row.at_s)):
+            return []
+        self._burst_sums = Sums(_WINDOW_ALARM)
+        return [Alarm("burstiness", side, sums.up_since if side == "higher" else sums.down_since, self.seen)]
 
 
 def burstiness(gaps: Iterable[float]) -> float:

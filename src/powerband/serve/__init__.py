@@ -83,7 +83,7 @@ async def fleet(
         order = Order(
             parts, host, own.number, admin.number, tenants, launcher=launcher, cluster=cluster, capture=capture
         )
-        order.write(folder / "order.json")
+        order.write(folder)
         running = Fleet(order, folder)
         command = Command(argv=(sys.executable, "-m", "powerband.serve.supervisor", str(folder)))
         log = folder / "supervisor.log"

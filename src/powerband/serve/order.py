@@ -19,6 +19,7 @@ from powerband.serve.pool import Ask
 from powerband.serve.scaling import Policy
 from powerband.store import documents, runs
 
+_NAME = "order.json"
 _PATIENCE_S = 30.0  # where no SLO says how long one may wait
 _OF_THE_SLO = 0.5  # of its TTFT may be spent in the queue
 
@@ -86,16 +87,30 @@ class Order:
     cluster: str = "auto"  # where Ray is
     capture: bool = False  # note what the traffic looks like
 
-    def write(self, path: Path) -> None:
+    def write(self, folder: Path) -> None:
         """Keep it where the supervisor finds it."""
-        runs.keep(path, json.dumps(dataclasses.asdict(self)))
+        runs.keep(folder / _NAME, json.dumps(dataclasses.asdict(self)))
 
     @classmethod
-    def read(cls, path: Path) -> Order:
-        """Read it back."""
-        data = json.loads(path.read_text())
+    def read(cls, folder: Path) -> Order:
+        """Read it back from a fleet's folder."""
+        try:
+            data = json.loads((folder / _NAME).read_text())
+        except OSError:
+            raise InputError(f"{folder} is no fleet's", hint="give the folder that 'powerband serve' named") from None
         parts = {name: Part.of(one) for name, one in data.pop("parts").items()}
         return cls(parts=parts, **data)
+
+    def part(self, wanted: str | None) -> Part:
+        """Return the model that is meant: the one with that name, or the only one."""
+        if wanted is None and len(self.parts) == 1:
+            return next(iter(self.parts.values()))
+        if wanted not in self.parts:
+            raise InputError(
+                "the fleet serves several models" if wanted is None else f"the fleet serves no {wanted}",
+                hint=f"name one with --model: {', '.join(self.parts)}",
+            )
+        return self.parts[wanted]
 
     def with_part(self, part: Part) -> Order:
         """Return the order with another recipe for one model."""

@@ -194,7 +194,7 @@ async def _control(desk: Desk, watch: Watch, reader: asyncio.StreamReader, write
 
 
 async def _main(folder: Path) -> None:
-    order = Order.read(folder / "order.json")
+    order = Order.read(folder)
     tenants = documents.of(Tenants, Path(order.tenants)) if order.tenants else None
     watch = Watch(folder / "traffic.jsonl" if order.capture else None)
     desk = Desk(order.parts, tenants, on_end=watch.ended)

@@ -39,7 +39,7 @@ class Supervisor:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.order = Order.read(folder / "order.json")
+        self.order = Order.read(folder)
         self.seats: dict[str, Seat] = {}
         self.summary: dict[str, Any] = {}
         self.stopping = asyncio.Event()
@@ -244,7 +244,7 @@ class Supervisor:
             while not all(one.address for one in self.seats.values() if one.part is part):
                 await asyncio.sleep(_TICK_S)
             self.order = self.order.with_part(part)
-            self.order.write(self.folder / "order.json")
+            self.order.write(self.folder)
         await asyncio.gather(*(self._retire(one) for one in others))
         return {"serving": self.order.parts[name].recipe}
 

@@ -37,6 +37,7 @@ class Watch:
     """Counters of one picker's life."""
 
     def __init__(self, notes: Path | None = None) -> None:
+        self._first_id = next_id(notes) if notes else 0
         self._notes = notes.open("a", buffering=1) if notes else None
         self._ids: dict[int, int] = {}  # of blocks, in the order they came: not even a hash of them is written
         self.registry = CollectorRegistry()
@@ -104,7 +105,7 @@ class Watch:
             "timestamp": round(came * 1000),
             "input_length": ended.prompt_tokens or round(ask.prompt_tokens),
             "output_length": ended.output_tokens,
-            "hash_ids": [self._ids.setdefault(block, len(self._ids)) for block in ask.blocks],
+            "hash_ids": [self._ids.setdefault(block, self._first_id + len(self._ids)) for block in ask.blocks],
             "characters": round(ask.prompt_tokens * CHARACTERS_PER_TOKEN),
             "turns": ask.turns,
             "model": case.model.name,
@@ -168,3 +169,13 @@ class Watch:
                 for name, one in desk.door.accounts.items()
             },
         }
+
+
+def next_id(notes: Path) -> int:
+    """Return the first number that no block of an earlier picker has."""
+    if not notes.exists():
+        return 0
+    with notes.open() as stream:
+        return 1 + max(
+            (max(json.loads(line)["hash_ids"], default=-1) for line in stream if line.endswith("\n")), default=-1
+        )
