@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,8 +15,8 @@ from powerband.observe.drift import Drift
 from powerband.serve.watch import next_id
 from powerband.store import documents
 
-CHAT = documents.find("workload", "chat")
-AGENT = documents.find("workload", "agent")
+CHAT = cast(Workload, documents.find("workload", "chat"))
+AGENT = cast(Workload, documents.find("workload", "agent"))
 
 
 def noted(workload: Workload, count: int, *, longer: float = 1.0) -> list[dict[str, Any]]:

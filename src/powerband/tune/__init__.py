@@ -14,7 +14,7 @@ from powerband.core.quality import QualityFloor
 from powerband.core.recipe import Recipe
 from powerband.core.slo import SLO
 from powerband.core.statistics import UNBOUND, Interval
-from powerband.core.study import Settings, Study, Trial, best
+from powerband.core.study import Settings, Study, Trial, best, usual_s
 from powerband.core.workload import Workload
 from powerband.errors import EngineMissing, PromiseBroken
 from powerband.evaluate.exams import Exam
@@ -28,7 +28,8 @@ from powerband.tune.levers import ENGINE, WEIGHTS, Levers, levers
 from powerband.tune.rig import Rig
 from powerband.tune.search import Expected, Search
 
-_SEARCHED = 0.6  # of the time; the rest proves the answer
+_SEARCHED = 0.6  # of the time at most; the rest proves the answer
+_LEAST_TRIALS = 4
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ async def _search(order: Order, rig: Rig, search: Search, listener: Listener) ->
     while not rig.stopping.is_set():
         listener.on_trials(trials)
         started = sum(one.outcome != "ruled out" for one in trials)
-        if started >= most or sum(one.seconds for one in trials) > _SEARCHED * order.budget_s:
+        if started >= most or _spent(order, trials):
             break
         settings = search.next(trials)
         if settings is None:
@@ -154,6 +155,14 @@ async def _search(order: Order, rig: Rig, search: Search, listener: Listener) ->
         trials.append(trial)
         journal.add(trial.model_dump(mode="json", exclude_defaults=True))
     return trials
+
+
+def _spent(order: Order, trials: Sequence[Trial]) -> bool:
+    """Tell whether the time is needed to prove what was found."""
+    gone_s = sum(one.seconds for one in trials)
+    if gone_s > _SEARCHED * order.budget_s:
+        return True
+    return len(trials) >= _LEAST_TRIALS and gone_s + finals.least_s(usual_s(trials)) > order.budget_s
 
 
 def _engines(order: Order, model: Model) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from powerband.bench.profiles import keeps, knee
 from powerband.core.measurement import Level, Measurement
 from powerband.core.recipe import Against, Recipe
 from powerband.core.statistics import Interval
-from powerband.core.study import Settings, Study, Trial
+from powerband.core.study import Settings, Study, Trial, usual_s
 from powerband.errors import DeploymentRefused, EngineError, InvalidMeasurement, PromiseBroken
 from powerband.launchers import local
 from powerband.launchers.local import Prepared
@@ -41,13 +40,19 @@ async def prove(rig: Rig, study: Study, *, left_s: float) -> Recipe:
     finalists = await _finalists(rig, study)
     defaults = [_contender(rig, one) for one in study.trials if not rig.levers.turned(one.settings)]
     able = {key(one.settings): one for one in (*finalists, *defaults) if one.start_per_s}
-    rounds = _rounds(study, len(able), 0.5 * left_s)
+    trial_s = usual_s(study.trials)
+    rounds = max(_LEAST_ROUNDS, _rounds(trial_s, len(able), 0.6 * left_s))
     knees = await contest_of(rig, "finals", list(able.values()), rounds)
     winner, says = await _crown(rig, knees, finalists, defaults)
     against = [_against(knees, winner.name, one) for one in defaults if one.name != winner.name]
     without = _without(rig, winner)
-    rounds = _rounds(study, len(without) + 1, 0.3 * left_s)
-    brought = await contest_of(rig, "levers", [winner, *without], rounds) if without else {}
+    left_s -= len(able) * rounds * trial_s
+    rounds = _rounds(trial_s, len(without) + 1, left_s)
+    brought: contest.Knees = {}
+    if without and rounds >= _LEAST_ROUNDS:
+        brought = await contest_of(rig, "levers", [winner, *without], rounds)
+    elif without:
+        rig.say("the time does not reach to see what each lever brings: --resume with a larger --budget")
     promised = await _promise(rig, winner, contest.mean(knees[winner.name]))
     return recipe.written(
         rig,
@@ -95,9 +100,13 @@ async def _objection(rig: Rig, one: Contender) -> str:
     return "" if judged is None or judged.verdict == "pass" else f"{judged.verdict}: {judged.reason}"
 
 
-def _rounds(study: Study, contenders: int, time_s: float) -> int:
-    usual = statistics.median(one.seconds for one in study.trials if one.outcome == "kept")
-    return max(_LEAST_ROUNDS, min(_MOST_ROUNDS, int(time_s / (contenders * usual))))
+def least_s(trial_s: float) -> float:
+    """Return how long a proof takes that has a finalist, one engine's defaults, and a promise to hold."""
+    return (2 * _LEAST_ROUNDS + 1) * trial_s
+
+
+def _rounds(trial_s: float, contenders: int, time_s: float) -> int:
+    return min(_MOST_ROUNDS, int(time_s / (contenders * trial_s)))
 
 
 async def contest_of(rig: Rig, phase: str, contenders: Sequence[Contender], rounds: int) -> dict[str, list[float]]:
