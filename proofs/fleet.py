@@ -41,6 +41,23 @@ def real(folder: Path, *, scheme: str = "q8_0", slots: int = 4, name: str = "smo
     return path
 
 
+def recipe(folder: Path, deployment: dict[str, Any], *, ttft_s: float, **promised: float) -> Path:
+    """Write a recipe for a deployment, with a promise of the first token."""
+    slo = {"ttft": {"p95": ttft_s}}
+    sure = {"value": 1.0, "low": 0.95, "high": 1.0}
+    tokens = {"shape": "fixed", "tokens": 16}
+    data = {
+        "powerband": "recipe/1", "name": deployment["name"], "says": "", "model": deployment["variant"]["source"],
+        "model_digest": "", "scheme": "", "weights_digest": "", "engine_version": "", "deployment": deployment, "settings": {},
+        "promise": {"slo": slo, "rate_per_s": 2.0, "attainment": sure, "in_flight": 4, **promised},
+        "workload": {"arrivals": {"process": "poisson", "rate_per_s": 1}, "prompt": tokens, "output": tokens},
+        "validity": {}, "usd_per_h": 0.1, "usd_per_1m_tokens": 1.0, "command": "",
+    }  # fmt: skip
+    path = folder / f"{deployment['name']}.recipe.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
 def written(folder: Path, **models: dict[str, Any]) -> Path:
     """Write a fleet."""
     path = folder / "fleet.json"

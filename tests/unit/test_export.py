@@ -37,7 +37,14 @@ def recipe(engine: str = "llamacpp", **config: Any) -> Recipe:
                 "config": config,
             },
             "settings": {},
-            "promise": {"slo": slo, "rate_per_s": 2.5, "attainment": _SURE, "memory_bytes": 2**30},
+            "promise": {
+                "slo": slo,
+                "rate_per_s": 2.5,
+                "attainment": _SURE,
+                "memory_bytes": 2**30,
+                "in_flight": 6,
+                "prefix_hit_share": 0.5,
+            },
             "workload": {
                 "arrivals": {"process": "poisson", "rate_per_s": 1},
                 "prompt": {"shape": "fixed", "tokens": 8},
@@ -68,7 +75,7 @@ def test_every_target_writes_files_and_containers_start_with_the_proven_options(
     assert [one["kind"] for one in manifests] == [
         "Deployment", "Service", "PodDisruptionBudget", "HorizontalPodAutoscaler", "InferencePool",
     ]  # fmt: skip
-    assert manifests[3]["spec"]["metrics"][0]["pods"]["target"]["averageValue"] == "2500m"
+    assert manifests[3]["spec"]["metrics"][0]["pods"]["target"]["averageValue"] == "6"
     assert "powerband serve" in found["systemd"]["powerband-smollm2.service"]
     assert found["command"]["serve.sh"].rstrip().endswith(own.command)
 

@@ -220,3 +220,12 @@ def _harness(name: str, path: Path, source: str, *, most: int) -> Exam:
     installed, _ = asyncio.run(environment.install(lm_eval.TOOL, host=devices.this_host(), progress=progress))
     rows = spread(lm_eval.rows(name, path), most)
     return Harness(name, path, installed.tools["python"], source, tuple(rows))
+
+
+def cluster(launcher: str, address: str) -> str:
+    """Return the address of the Ray cluster that is to be used; nothing where this machine is enough."""
+    from powerband.errors import InputError
+
+    if launcher not in ("local", "ray"):
+        raise InputError(f"there is no launcher '{launcher}'", hint="local or ray")
+    return address if launcher == "ray" else ""

@@ -38,7 +38,6 @@ def serve(
 
     from powerband import serve as stage
     from powerband.core.fleet import Tenants
-    from powerband.errors import InputError
     from powerband.store import documents
 
     parts, listed = stage.resolved(Path(what), replicas=replicas)
@@ -46,16 +45,13 @@ def serve(
         documents.of(Tenants, Path(tenants))
         listed = str(Path(tenants).resolve())
     folder = given.folder(run_dir) if run_dir else None
-    if launcher not in ("local", "ray"):
-        raise InputError(f"there is no launcher '{launcher}'", hint="local or ray")
     fleet = stage.fleet(
         parts,
         tenants=listed,
         host=host,
         port=port,
         folder=folder,
-        launcher=launcher,
-        cluster=cluster,
+        cluster=given.cluster(launcher, cluster),
         capture=capture,
     )
     asyncio.run(_serve(fleet, ready_timeout_s=given.seconds(ready_timeout), json=json))

@@ -44,6 +44,8 @@ def tune(
     budget: Annotated[str, typer.Option(help="How long it may take.")] = "2h",
     trials: Annotated[int | None, typer.Option(min=1, help="How many deployments to start at most.")] = None,
     requests: Annotated[int | None, typer.Option(help="How many requests to measure at each load at least.")] = None,
+    launcher: Annotated[str, typer.Option(help="Where trials run: local, or ray, on every node at once.")] = "local",
+    cluster: Annotated[str, typer.Option(help="The address of the Ray cluster.")] = "auto",
     price: Annotated[float | None, typer.Option(help="What this machine costs per hour, in dollars.")] = None,
     seed: Annotated[int, typer.Option(help="Another search.")] = 0,
     output: Annotated[str, typer.Option(help="The folder of the study.")] = "study",
@@ -81,6 +83,7 @@ def tune(
         usd_per_h=price,
         seed=seed,
         base=given.base(workload),
+        cluster=given.cluster(launcher, cluster),
     )
     study, recipe = _run(order, folder, json=json)
     _leave(study, recipe, folder, json=json)

@@ -30,6 +30,8 @@ class Promised(Value):
     quality: QualityFloor | None = Field(default=None, description="the floor that the whole gate let it pass")
     memory_bytes: int | None = Field(default=None, description="that the engine took at most")
     in_flight: int | None = Field(default=None, description="requests at once, at most, while it was kept")
+    prefix_hit_share: float | None = Field(default=None, description="of the prompt tokens, as the engine counts")
+    spec_accepted_share: float | None = Field(default=None, description="of the guessed tokens")
 
 
 class Against(Value):

@@ -54,6 +54,7 @@ class Facts(Value):
     phases: tuple[Phase, ...] = ()
     readings: dict[str, str] = Field(default_factory=dict)
     gauges: dict[str, str] = Field(default_factory=dict)
+    histograms: dict[str, str] = Field(default_factory=dict)
 
 
 @cache

@@ -19,6 +19,7 @@ LONGEST = 320  # tokens of a text that are read
 MOST = 32  # tokens of an answer
 SAMPLES = 24  # texts of each class
 _LONG_CHARACTERS = 2200
+ROOM = 1024  # tokens that hold the longest of them, whatever the vocabulary
 _TASK = "\n\nSay in one sentence what the text above is about."
 
 

@@ -8,13 +8,22 @@ from powerband.core.recipe import Recipe
 from powerband.export import alerts, grafana
 from powerband.export.container import PORT, Container, container, text
 
+_BOARDS = "/var/lib/grafana/dashboards"
+_SOURCE = {
+    "name": "prometheus",
+    "type": "prometheus",
+    "access": "proxy",
+    "url": "http://prometheus:9090",
+    "isDefault": True,
+}
+
 
 def files(recipe: Recipe) -> dict[str, str]:
     """Return the Compose file and what it mounts."""
     one = container(recipe)
     scrape = {
         "global": {"scrape_interval": "5s"},
-        "rule_files": ["/etc/prometheus/alerts.yaml"],
+        "rule_files": ["/etc/prometheus/names.yaml", "/etc/prometheus/alerts.yaml"],
         "scrape_configs": [{"job_name": one.name, "static_configs": [{"targets": [f"{one.name}:{PORT}"]}]}],
     }
     services = {
@@ -23,19 +32,28 @@ def files(recipe: Recipe) -> dict[str, str]:
             "image": "prom/prometheus",
             "volumes": [
                 "./prometheus.yaml:/etc/prometheus/prometheus.yml:ro",
+                "./names.yaml:/etc/prometheus/names.yaml:ro",
                 "./alerts.yaml:/etc/prometheus/alerts.yaml:ro",
             ],
             "ports": ["127.0.0.1:9090:9090"],
         },
         "grafana": {
             "image": "grafana/grafana",
-            "volumes": ["./dashboard.json:/var/lib/grafana/dashboards/powerband.json:ro"],
+            "environment": {"GF_AUTH_ANONYMOUS_ENABLED": "true"},
+            "volumes": [
+                "./datasource.yaml:/etc/grafana/provisioning/datasources/powerband.yaml:ro",
+                "./provider.yaml:/etc/grafana/provisioning/dashboards/powerband.yaml:ro",
+                f"./dashboard.json:{_BOARDS}/powerband.json:ro",
+            ],
             "ports": ["127.0.0.1:3000:3000"],
         },
     }
     return {
         "compose.yaml": text({"name": f"powerband-{one.name}", "services": services}),
         "prometheus.yaml": text(scrape),
+        "datasource.yaml": text({"apiVersion": 1, "datasources": [_SOURCE]}),
+        "provider.yaml": text({"apiVersion": 1, "providers": [{"name": "powerband", "options": {"path": _BOARDS}}]}),
+        **alerts.names(recipe.deployment["engine"]),
         **alerts.files(recipe),
         **grafana.files(recipe),
     }

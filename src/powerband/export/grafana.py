@@ -27,7 +27,10 @@ PANELS: tuple[tuple[str, str, dict[str, str]], ...] = (
         "answered": "sum by (model) (rate(powerband_e2e_seconds_count[1m]))",
         "refused": "sum by (code) (rate(powerband_refusals_total[1m]))",
     }),
-    ("Tokens", "short", {"written": "sum by (model) (rate(powerband_output_tokens_total[1m]))"}),
+    ("Tokens a second", "short", {
+        "read": "sum by (model) (rate(powerband_prompt_tokens_total[1m]))",
+        "written": "sum by (model) (rate(powerband_output_tokens_total[1m]))",
+    }),
     ("Waiting and running", "short", {
         "waiting": "sum by (model) (powerband_queue_depth)", "running": "sum by (replica) (powerband_running)",
     }),
@@ -39,7 +42,13 @@ PANELS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("In time", "percentunit", {
         "share": 'sum(rate(powerband_ttft_late_total{late="no"}[5m])) / sum(rate(powerband_ttft_late_total[5m]))',
     }),
+    ("Guesses accepted", "percentunit", {
+        "share": "rate(powerband_spec_accepted_tokens_total[5m]) / rate(powerband_spec_drafted_tokens_total[5m])",
+    }),
+    ("Put back for want of KV cache", "short", {"preemptions": "rate(powerband_preemptions_total[5m])"}),
+    ("Start-up", "s", {"of each replica": "powerband_replica_startup_seconds"}),
     ("Cost", "currencyUSD", {"by tenant": "powerband_tenant_usd"}),
+    ("Overflows", "short", {"to the fallback": "powerband_overflows"}),
 )  # fmt: skip
 _WIDTH, _HEIGHT, _ACROSS = 8, 7, 3
 

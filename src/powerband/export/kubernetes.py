@@ -1,10 +1,11 @@
-"""Kubernetes: a deployment with probes, a service, a disruption budget, scaling by rate, and an inference pool."""
+"""Kubernetes: a deployment with probes, a service, a disruption budget, scaling by load, and an inference pool."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from powerband.core.recipe import Recipe
+from powerband.export import alerts
 from powerband.export.container import PORT, Container, container, text
 
 _PICKER = "powerband-picker"
@@ -14,7 +15,8 @@ _ROOM = 1.25  # of the memory that was seen
 def files(recipe: Recipe) -> dict[str, str]:
     """Return the manifests."""
     one = container(recipe)
-    return {"kubernetes.yaml": text(_deployment(one), _service(one), _budget(one), _scaler(one, recipe), _pool(one))}
+    manifests = text(_deployment(one), _service(one), _budget(one), _scaler(one, recipe), _pool(one))
+    return {"kubernetes.yaml": manifests, **alerts.names(recipe.deployment["engine"]), **alerts.files(recipe)}
 
 
 def _meta(one: Container, suffix: str = "") -> dict[str, Any]:
@@ -78,12 +80,12 @@ def _budget(one: Container) -> dict[str, Any]:
 
 
 def _scaler(one: Container, recipe: Recipe) -> dict[str, Any]:
-    """By the rate that one replica was proven to carry."""
+    """By how many requests one replica was proven to answer at once; an adapter brings Prometheus' series here."""
     metric = {
         "type": "Pods",
         "pods": {
-            "metric": {"name": "powerband_requests_per_second"},
-            "target": {"type": "AverageValue", "averageValue": f"{round(recipe.promise.rate_per_s * 1000)}m"},
+            "metric": {"name": "powerband_running"},
+            "target": {"type": "AverageValue", "averageValue": str(recipe.promise.in_flight or 1)},
         },
     }
     target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": one.name}

@@ -97,6 +97,7 @@ def page(study: Study, recipe: Recipe, blocks: Sequence[Mapping[str, Any]]) -> s
         head,
         f"<section class='charts'>{''.join(charts)}</section>",
         _defaults(recipe),
+        _drafts(study),
         _tried(study),
         _region(recipe),
     ]
@@ -179,6 +180,22 @@ def _tried(study: Study) -> str:
                      escape(_short(one.settings)), escape(one.reason), f"{one.seconds:.0f} s"])  # fmt: skip
     heads = ["", "outcome", "knee", "expected", "settings", "why", ""]
     return f"<section><h2>Everything that was tried</h2>{html.table(heads, rows, css='left')}</section>"
+
+
+def _drafts(study: Study) -> str:
+    """What guessing tokens brought on the workload's own texts, by how many are answered at once."""
+    crowds = sorted({one.users for one in study.drafts})
+    found = {(one.engine, one.setting, one.users): one for one in study.drafts}
+    rows = []
+    for engine, setting in dict.fromkeys((one.engine, one.setting) for one in study.drafts):
+        row = [escape(engine), escape(setting)]
+        for users in crowds:
+            one = found.get((engine, setting, users))
+            accepted = f", {one.accepted:.0%} accepted" if one and one.accepted is not None else ""
+            row.append(f"{words.number(one.tokens_per_s)}/s{accepted}" if one else "")
+        rows.append(row)
+    heads = ["engine", "drafts", *(f"tokens, {users} at once" for users in crowds)]
+    return f"<section><h2>What drafts bring</h2>{html.table(heads, rows, css='left')}</section>" if rows else ""
 
 
 def _short(settings: Settings) -> str:

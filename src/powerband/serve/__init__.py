@@ -72,17 +72,14 @@ async def fleet(
     host: str = "127.0.0.1",
     port: int | None = None,
     folder: Path | None = None,
-    launcher: str = "local",
-    cluster: str = "auto",
+    cluster: str = "",
     capture: bool = False,
 ) -> AsyncIterator[Fleet]:
     """Run a fleet. Its supervisor is run again whenever it dies; all that it had started is gone by then."""
     envoy.program()  # refuse before anything starts
     folder = folder or runs.new_run("serve")
     with ports.reserve(host, port) as own, ports.reserve("127.0.0.1") as admin:
-        order = Order(
-            parts, host, own.number, admin.number, tenants, launcher=launcher, cluster=cluster, capture=capture
-        )
+        order = Order(parts, host, own.number, admin.number, tenants, cluster=cluster, capture=capture)
         order.write(folder)
         running = Fleet(order, folder)
         command = Command(argv=(sys.executable, "-m", "powerband.serve.supervisor", str(folder)))

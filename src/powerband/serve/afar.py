@@ -10,21 +10,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from powerband.errors import EngineFailed, InputError
+from powerband.errors import EngineFailed
+from powerband.launchers import cluster
 from powerband.serve import place
-
-
-def connect(address: str) -> None:
-    """Join the cluster."""
-    _ray().init(address=address, log_to_driver=False, ignore_reinit_error=True)
-
-
-def _ray() -> Any:
-    try:
-        import ray
-    except ImportError:
-        raise InputError("Ray is not installed", hint="run: pip install 'powerband[ray]'") from None
-    return ray
 
 
 class Holder:
@@ -33,7 +21,7 @@ class Holder:
     async def take(self, data: dict[str, Any], directory: str) -> dict[str, Any]:
         """Start a replica on this node."""
         self._stack = contextlib.AsyncExitStack()
-        host = _ray().util.get_node_ip_address()
+        host = cluster.library().util.get_node_ip_address()
         found = await self._stack.enter_async_context(place.taken(data, Path(directory), host=host))
         self._found = found
         return {"address": found.address, "engine": found.engine, "pid": found.pid}
@@ -54,20 +42,22 @@ class Holder:
 @contextlib.asynccontextmanager
 async def taken(data: dict[str, Any], directory: Path) -> AsyncIterator[place.Taken]:
     """Start a replica wherever the cluster has room, and yield it once it answers."""
-    ray = _ray()
+    ray = cluster.library()
     gpus = len(data.get("placement", {}).get("gpus") or ())
     actor = ray.remote(Holder).options(num_cpus=1, num_gpus=gpus, max_restarts=0, max_concurrency=8).remote()
     try:
         try:
             found = await actor.take.remote(data, str(directory))
         except ray.exceptions.RayError as error:
-            raise EngineFailed(_told(error), hint="look at the nodes with 'ray status'", failure="crashed") from None
+            raise EngineFailed(
+                cluster.told(error), hint="look at the nodes with 'ray status'", failure="crashed"
+            ) from None
 
         async def ended() -> None:
             try:
                 await actor.ended.remote()
             except ray.exceptions.RayError as error:
-                raise EngineFailed(_told(error), hint="", failure="crashed") from None
+                raise EngineFailed(cluster.told(error), hint="", failure="crashed") from None
 
         async def gauges() -> dict[str, float]:
             counted: dict[str, float] = await actor.gauges.remote()
@@ -78,8 +68,3 @@ async def taken(data: dict[str, Any], directory: Path) -> AsyncIterator[place.Ta
             await actor.leave.remote()
     finally:
         ray.kill(actor)
-
-
-def _told(error: Exception) -> str:
-    cause = getattr(error, "cause", None)
-    return str(getattr(cause, "message", None) or str(error).splitlines()[-1])

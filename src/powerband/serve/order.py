@@ -83,8 +83,7 @@ class Order:
     admin_port: int
     tenants: str = ""
     threads: int = 1  # of Envoy
-    launcher: str = "local"
-    cluster: str = "auto"  # where Ray is
+    cluster: str = ""  # of Ray, whose nodes hold the replicas; none: this machine does
     capture: bool = False  # note what the traffic looks like
 
     def write(self, folder: Path) -> None:

@@ -20,10 +20,10 @@ class Seat:
     """One replica after the other."""
 
     def __init__(
-        self, name: str, pool: str, part: Part, folder: Path, *, launcher: str, on_change: Callable[[], None]
+        self, name: str, pool: str, part: Part, folder: Path, *, afar: bool, on_change: Callable[[], None]
     ) -> None:
         self.name, self.pool, self.part, self.folder = name, pool, part, folder
-        self.launcher, self.on_change = launcher, on_change
+        self.afar, self.on_change = afar, on_change
         self.replica: place.Taken | None = None
         self.draining = False
         self.starts = 0
@@ -78,7 +78,7 @@ class Seat:
             stopping.cancel()
 
     def _taken(self, data: dict[str, Any], directory: Path) -> contextlib.AbstractAsyncContextManager[place.Taken]:
-        if self.launcher == "ray":
+        if self.afar:
             from powerband.serve import afar
 
             return afar.taken(data, directory)

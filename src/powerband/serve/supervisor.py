@@ -23,6 +23,7 @@ import httpx
 
 from powerband.core.engine import Command
 from powerband.errors import PowerbandError
+from powerband.launchers import cluster
 from powerband.serve import envoy
 from powerband.serve.kept import keep
 from powerband.serve.order import Order, Part
@@ -53,10 +54,8 @@ class Supervisor:
 
     async def run(self) -> None:
         """Serve until told to stop; then let every answer come to its end."""
-        if self.order.launcher == "ray":
-            from powerband.serve import afar
-
-            await asyncio.to_thread(afar.connect, self.order.cluster)
+        if self.order.cluster:
+            await asyncio.to_thread(cluster.connect, self.order.cluster)
         self._write_configuration()
         for name, part in self.order.parts.items():
             for _ in range(part.replicas):
@@ -94,8 +93,8 @@ class Supervisor:
 
     def _add(self, name: str, part: Part) -> None:
         self._numbers[name] += 1
-        number, launcher = self._numbers[name], self.order.launcher
-        seat = Seat(f"{name}-{number}", name, part, self.folder, launcher=launcher, on_change=self.changed.set)
+        number, afar = self._numbers[name], bool(self.order.cluster)
+        seat = Seat(f"{name}-{number}", name, part, self.folder, afar=afar, on_change=self.changed.set)
         self.seats[seat.name] = seat
         self._spawn(seat.run())
 

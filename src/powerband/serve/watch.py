@@ -18,8 +18,9 @@ from powerband.core.fleet import CLASSES
 from powerband.serve.desk import Case, Desk, Ended
 from powerband.serve.requests import Refused
 
-_BUCKETS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 60, 120)
-_FINE = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
+_PER_DECADE = 16  # so a quantile that is read from a histogram is off by some per cent at most
+_BUCKETS = tuple(round(10 ** (place / _PER_DECADE), 5) for place in range(-2 * _PER_DECADE, 2 * _PER_DECADE + 5))
+_FINE = tuple(round(10 ** (place / _PER_DECADE), 6) for place in range(-3 * _PER_DECADE, 1))
 _LENGTHS = (256, 1024, 4096, 16384)  # tokens of a prompt
 _RECENT = 200  # answers of each recipe
 _MOST_IDS = 1_000_000  # blocks of captured traffic

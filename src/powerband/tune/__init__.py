@@ -2,53 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 from powerband import engines, plan
 from powerband.core.host import Host
 from powerband.core.model import Model
-from powerband.core.quality import QualityFloor
 from powerband.core.recipe import Recipe
 from powerband.core.slo import SLO
 from powerband.core.statistics import UNBOUND, Interval
 from powerband.core.study import Settings, Study, Trial, best, usual_s
-from powerband.core.workload import Workload
-from powerband.errors import EngineMissing, PromiseBroken
-from powerband.evaluate.exams import Exam
+from powerband.errors import PromiseBroken
 from powerband.plan import calibrate, expect
 from powerband.plan.predict import Requests
-from powerband.runtime import devices, environment, weights
+from powerband.runtime import devices
 from powerband.store import runs
 from powerband.store.journal import Journal
-from powerband.tune import drafts, finals
-from powerband.tune.levers import ENGINE, WEIGHTS, Levers, levers
-from powerband.tune.rig import Rig
+from powerband.tune import afar, drafts, finals
+from powerband.tune.levers import ENGINE, WEIGHTS, Levers
+from powerband.tune.order import Order, rig_of
+from powerband.tune.rig import Attempt, Rig
 from powerband.tune.search import Expected, Search
+
+__all__ = ["Listener", "Order", "expectations", "explore", "tune"]
 
 _SEARCHED = 0.6  # of the time at most; the rest proves the answer
 _LEAST_TRIALS = 4
-
-
-@dataclass(frozen=True)
-class Order:
-    """What to find the best deployment for."""
-
-    model: str
-    workload: Workload
-    slo: SLO
-    floor: QualityFloor | None = None  # None: whatever the answers are
-    tasks: Mapping[str, Exam] = field(default_factory=dict)
-    engines: tuple[str, ...] = ()  # none: every one that is installed and can load the model
-    schemes: tuple[str, ...] = ()
-    budget_s: float = 7200.0
-    most_trials: int | None = None
-    requests: int | None = None  # at each load, at the least
-    usd_per_h: float | None = None
-    seed: int = 0
-    base: Path | None = None  # of the workload's own paths
 
 
 @dataclass
@@ -80,40 +63,18 @@ async def explore(
 ) -> tuple[Rig, Study]:
     """Search: try deployments until the time for it is over."""
     listener = listener or Listener()
-    host, needs_weights = devices.this_host(), not order.engines or engines.get(order.engines[0]).reads_weights
-    model = weights.inspect(order.model) if needs_weights else Model(source=order.model)
-    requests = plan.draw(order.workload, model, base=order.base)
-    names = _engines(order, model)
-    own = levers(
-        model,
-        host,
-        context=requests.lengths.longest,
-        wanted=names,
-        schemes=order.schemes,
-        drafts=drafts.telling(order.workload),
-    )
-    rig = Rig(
-        model=model,
-        workload=order.workload,
-        slo=order.slo,
-        floor=order.floor,
-        levers=own,
-        folder=folder,
-        usd_per_h=order.usd_per_h or plan.this_machine(host)[0].price.usd_per_h,
-        base=order.base,
-        requests=order.requests,
-        tasks=dict(order.tasks),
-        stopping=stopping or threading.Event(),
-        say=listener.say,
-    )
+    rig = rig_of(order, folder, stopping=stopping, say=listener.say)
     rig.levers, drafted = await drafts.measured(rig)
     own = rig.levers
     listener.on_space(own)
     listener.say("ask the plan")
-    search = Search(own, expected=expectations(model, host, own, requests, order.slo), seed=order.seed)
-    trials = await _search(order, rig, search, listener)
+    requests = plan.draw(order.workload, rig.model, base=order.base)
+    expected = expectations(rig.model, devices.this_host(), own, requests, order.slo)
+    search = Search(own, expected=expected, seed=order.seed)
+    with afar.hands(order, folder, address=order.cluster) if order.cluster else nullcontext([rig.attempt]) as hands:
+        trials = await _search(order, rig, search, listener, hands)
     study = Study(
-        name=f"{model.name}-{order.workload.name or 'workload'}",
+        name=f"{rig.model.name}-{order.workload.name or 'workload'}",
         model=order.model,
         workload=order.workload,
         slo=order.slo,
@@ -128,33 +89,58 @@ async def explore(
     return rig, study
 
 
-async def _search(order: Order, rig: Rig, search: Search, listener: Listener) -> list[Trial]:
-    """Try until the time for it is over; what was noted before counts."""
+async def _search(order: Order, rig: Rig, search: Search, listener: Listener, hands: Sequence[Attempt]) -> list[Trial]:
+    """Try until the time for it is over, as many at once as there are hands; what was noted before counts."""
     journal = Journal(rig.folder / "trials.jsonl")
     trials = [Trial.model_validate(note) for note in journal.read()]
     for trial in trials:
         rig.remember(trial)
-    most = order.most_trials or len(search.everything)
-    while not rig.stopping.is_set():
-        listener.on_trials(trials)
-        started = sum(one.outcome != "ruled out" for one in trials)
-        if started >= most or _spent(order, trials):
-            break
-        settings = search.next(trials)
-        if settings is None:
-            break
-        expected, number = search.expectation(settings), len(trials) + 1
-        rival = best(trials) if rig.levers.turned(settings) else None  # what all is compared with is measured whole
-        if expected and rival and rival.knee_per_s and expected.high < rival.knee_per_s:
-            reason = f"the plan expects at most {expected.high:.3g}/s, and {rival.knee_per_s:.3g}/s were found"
-            trial = Trial(number=number, settings=settings, outcome="ruled out", reason=reason, expected_per_s=expected)
-        else:
-            listener.on_try(number, settings)
-            trial = await rig.attempt(number, settings, expected=expected, best=rival)
+    free, running = list(hands), dict[asyncio.Task[Trial | None], tuple[Attempt, Trial]]()
+
+    def note(trial: Trial) -> None:
         rig.remember(trial)
         trials.append(trial)
         journal.add(trial.model_dump(mode="json", exclude_defaults=True))
-    return trials
+        listener.on_trials(trials)
+
+    def begin() -> bool:
+        """Begin with the next trial, or rule it out; tell whether there was one."""
+        begun = [about for _, about in running.values()]
+        started = len(begun) + sum(one.outcome != "ruled out" for one in trials)
+        if rig.stopping.is_set() or started >= (order.most_trials or len(search.everything)) or _spent(order, trials):
+            return False
+        if (settings := search.next([*trials, *begun])) is None:
+            return False
+        expected, number = search.expectation(settings), len(trials) + len(begun) + 1
+        rival = best(trials) if rig.levers.turned(settings) else None  # what all is compared with is measured whole
+        about = Trial(number=number, settings=settings, outcome="ruled out", expected_per_s=expected)
+        if expected and rival and rival.knee_per_s and expected.high < rival.knee_per_s:
+            reason = f"the plan expects at most {expected.high:.3g}/s, and {rival.knee_per_s:.3g}/s were found"
+            note(about.model_copy(update={"reason": reason}))
+            return True
+        listener.on_try(number, settings)
+        hand = free.pop()
+        running[asyncio.ensure_future(hand(number, settings, expected=expected, best=rival))] = hand, about
+        return True
+
+    listener.on_trials(trials)
+    try:
+        while True:
+            while free and begin():
+                pass
+            if not running:
+                return trials
+            for task in (await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED))[0]:
+                hand, about = running.pop(task)
+                if found := task.result():
+                    note(found)
+                    free.append(hand)
+                else:
+                    listener.say(f"trial {about.number} is lost with the machine that tried it")
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 def _spent(order: Order, trials: Sequence[Trial]) -> bool:
@@ -163,25 +149,6 @@ def _spent(order: Order, trials: Sequence[Trial]) -> bool:
     if gone_s > _SEARCHED * order.budget_s:
         return True
     return len(trials) >= _LEAST_TRIALS and gone_s + finals.least_s(usual_s(trials)) > order.budget_s
-
-
-def _engines(order: Order, model: Model) -> list[str]:
-    """Return the engines to try: those that were named, or that are here and can load the model or a variant of it."""
-    if order.engines:
-        return list(order.engines)
-    found = []
-    for name in ("vllm", "llamacpp"):
-        can_load = model.format in engines.get(name).formats or model.format == "safetensors"
-        try:
-            environment.find(name)
-        except EngineMissing:
-            continue
-        found += [name] if can_load else []
-    if not found:
-        raise EngineMissing(
-            "no engine that can load the model is on this machine", hint="run 'powerband engine install llamacpp'"
-        )
-    return found
 
 
 def expectations(model: Model, host: Host, own: Levers, requests: Requests, slo: SLO) -> Expected:

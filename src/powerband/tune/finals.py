@@ -61,7 +61,7 @@ async def prove(rig: Rig, study: Study, *, left_s: float) -> Recipe:
         settings=winner.settings,
         says=says,
         against=tuple(against),
-        waterfall=tuple(_against(brought, winner.name, one) for one in without),
+        waterfall=tuple(_against(brought, winner.name, one) for one in without if brought),
     )
 
 

@@ -74,6 +74,8 @@ def written(
             quality=rig.floor,
             memory_bytes=proof.memory_bytes,
             in_flight=round(max(level.timeline.in_flight, default=0)) or None,
+            prefix_hit_share=level.engine.get("prefix_hit_share"),
+            spec_accepted_share=level.engine.get("spec_accepted_share"),
         ),
         workload=_pinned(rig.workload, rig.base),
         validity=_validity(traffic, rate),

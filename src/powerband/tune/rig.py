@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from powerband import bench, engines, plan
 from powerband import evaluate as gate
@@ -37,6 +37,14 @@ _READY_S, _LONGEST_S = 300.0, 1800.0
 _AS_PUBLISHED = "f16"  # the GGUF that loses nothing of 16-bit weights
 
 Say = Callable[[str], None]
+
+
+class Attempt(Protocol):
+    """A way to try settings; None: the machine that tried them is gone."""
+
+    async def __call__(
+        self, number: int, settings: Settings, *, expected: Interval | None, best: Trial | None
+    ) -> Trial | None: ...
 
 
 @dataclass

@@ -1,0 +1,73 @@
+"""Trials on other machines: one Ray actor on every node, each of which tries settings as this machine would.
+
+The nodes must be alike, and hold Powerband, the engines and the model at the same paths as this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from powerband.core.statistics import Interval
+from powerband.core.study import Settings, Trial
+from powerband.errors import InputError
+from powerband.launchers import cluster
+from powerband.tune.order import Order, rig_of
+from powerband.tune.rig import Attempt
+
+
+class Hand:
+    """The actor."""
+
+    def __init__(self, order: Order, folder: str) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self._rig = rig_of(order, Path(folder))
+
+    async def attempt(
+        self, number: int, settings: Settings, expected: Interval | None, best: Trial | None
+    ) -> tuple[Trial, str]:
+        """Try settings here; return what became of it, and what was measured."""
+        trial = await self._rig.attempt(number, settings, expected=expected, best=best)
+        self._rig.remember(trial)
+        path = self._rig.folder / trial.evidence / "measurement.json"
+        return trial, path.read_text() if path.exists() else ""
+
+
+@contextlib.contextmanager
+def hands(order: Order, folder: Path, *, address: str) -> Iterator[list[Attempt]]:
+    """Yield one way to try settings for each node of the cluster."""
+    ray = cluster.connect(address)
+    near = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    nodes = [one["NodeID"] for one in ray.nodes() if one["Alive"] and one["Resources"].get("CPU")]
+    if not nodes:
+        raise InputError("the cluster has no node with a CPU", hint="look at 'ray status'")
+    kind = ray.remote(Hand)
+    actors = [
+        kind.options(num_cpus=1, scheduling_strategy=near(node, soft=False)).remote(order, str(folder))
+        for node in nodes
+    ]
+    try:
+        yield [_attempt(ray, actor, folder) for actor in actors]
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+
+
+def _attempt(ray: Any, actor: Any, folder: Path) -> Attempt:
+    async def attempt(
+        number: int, settings: Settings, *, expected: Interval | None, best: Trial | None
+    ) -> Trial | None:
+        try:
+            trial, measured = await actor.attempt.remote(number, settings, expected, best)
+        except ray.exceptions.RayError:  # the node is gone
+            return None
+        if measured:
+            path = folder / trial.evidence / "measurement.json"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(measured)
+        found: Trial = trial
+        return found
+
+    return attempt
