@@ -232,3 +232,37 @@ async def test_a_rollout_promotes_what_is_as_good_and_nothing_else(tmp_path: Pat
         assert {one.status_code for one in found} == {200}
         assert found[-1].headers["x-powerband-recipe"] == ("newer" if fault is None else "golden")
         assert [one["recipe"] for one in fleet.status()["replicas"]] == 2 * ["newer" if fault is None else "golden"]
+
+
+async def test_a_collector_gets_a_span_for_each_part_of_a_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: list[dict[str, Any]] = []
+
+    async def collect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = re.search(r"content-length: (\d+)", head)
+        body = await reader.readexactly(int(length[1]) if length else 0)
+        got.extend(json.loads(body)["resourceSpans"][0]["scopeSpans"][0]["spans"])
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+        await writer.drain()
+        writer.close()
+
+    collector = await asyncio.start_server(collect, "127.0.0.1", 0)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.sockets[0].getsockname()[1]}/")
+    trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    async with collector, fleets.running(fleets.write(tmp_path, ttft_s=0.2, itl_s=0.05)) as (_, http):
+        answer = await chat(http, {"traceparent": f"00-{trace}-{parent}-01"}, stream=True)
+        assert answer.status_code == 200
+        for _ in range(100):
+            if got:
+                break
+            await asyncio.sleep(0.1)
+    spans = {one["name"]: one for one in got}
+    assert set(spans) == {"request", "queue", "prefill", "decode"}
+    assert {one["traceId"] for one in got} == {trace} and spans["request"]["parentSpanId"] == parent
+    assert {spans[name]["parentSpanId"] for name in ("queue", "prefill", "decode")} == {spans["request"]["spanId"]}
+    lasted_s = {
+        name: (int(one["endTimeUnixNano"]) - int(one["startTimeUnixNano"])) / 1e9 for name, one in spans.items()
+    }
+    assert 0.15 < lasted_s["prefill"] < 1 and 0.1 < lasted_s["decode"] < 1

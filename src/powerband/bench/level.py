@@ -194,13 +194,13 @@ class Steering:
             self.over_s = self.traffic.due_s[min(last, len(self.traffic) - 1)]
 
     def _is_hopeless(self, progress: Progress) -> bool:
-        """By Little's law, this many waiting for a first token at this rate means a TTFT of three times its bound."""
-        limits = (self.slo.ttft or {}).values() if self.slo else ()
-        if not limits or self.users:
+        """By Little's law, this many waiting at this rate means a latency of three times its bound."""
+        if not self.slo or self.users:
             return False
         rate = self.plan.requests / self.plan.window_s
-        crowd = 3 * max(limits) * rate + 5
-        self.hopeless = self.hopeless + 1 if progress.silent > crowd else 0
+        waiting = ((self.slo.ttft, progress.silent), (self.slo.e2e, progress.in_flight))
+        crowded = any(bounds and count > 3 * max(bounds.values()) * rate + 5 for bounds, count in waiting)
+        self.hopeless = self.hopeless + 1 if crowded else 0
         return self.hopeless >= _HOPELESS_TICKS
 
     def _count_beyond(self, records: Records) -> None:

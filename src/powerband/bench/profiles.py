@@ -52,7 +52,8 @@ class Amount:
 
     def _least_window_s(self, slo: SLO | None) -> float:
         """Return how long to look at least; where little is asked for, ten times as long as anyone waits."""
-        waits = [limit for metric, _, limit in slo.bounds() if metric == "ttft"] if slo and self.least else []
+        bounds = slo.bounds() if slo and self.least else ()
+        waits = [limit for metric, _, limit in bounds if metric in ("ttft", "e2e")]
         return min(_LEAST_WINDOW_S, max(_SHORTEST_WINDOW_S, 10 * max(waits))) if waits else _LEAST_WINDOW_S
 
 

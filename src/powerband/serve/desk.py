@@ -34,6 +34,7 @@ class Case:
     pool: Pool
     sent: asyncio.Future[Ticket]
     overflowed: bool = False
+    parent: str = ""  # the client's own trace, as it was given
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,8 @@ class Desk:
                 )
                 ticket = pool.enter(ask, now_s)
                 future = asyncio.get_running_loop().create_future()
-                case = Case(secrets.token_hex(8), tenant, account, model, ticket, pool, future, model is not part)
+                overflowed, parent = model is not part, headers.get("traceparent", "")
+                case = Case(secrets.token_hex(8), tenant, account, model, ticket, pool, future, overflowed, parent)
                 self.cases[case.name] = self._by_ticket[ticket] = case
                 self.overflows += case.overflowed
                 return case

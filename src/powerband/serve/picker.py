@@ -25,10 +25,11 @@ from envoy.type.v3 import http_status_pb2
 
 from powerband.core.fleet import Tenants
 from powerband.errors import PowerbandError
-from powerband.serve import envoy, requests
-from powerband.serve.desk import Desk, Ended, Sent
+from powerband.serve import envoy, requests, traces
+from powerband.serve.desk import Case, Desk, Ended, Sent
 from powerband.serve.order import Order
 from powerband.serve.requests import Refused
+from powerband.serve.traces import Traces
 from powerband.serve.watch import Watch
 from powerband.store import documents
 
@@ -197,7 +198,14 @@ async def _main(folder: Path) -> None:
     order = Order.read(folder)
     tenants = documents.of(Tenants, Path(order.tenants)) if order.tenants else None
     watch = Watch(folder / "traffic.jsonl" if order.capture else None)
-    desk = Desk(order.parts, tenants, on_end=watch.ended)
+    tracing = Traces(address) if (address := traces.wanted()) else None
+
+    def on_end(case: Case, ended: Ended) -> None:
+        watch.ended(case, ended)
+        if tracing:
+            tracing.ended(case, ended)
+
+    desk = Desk(order.parts, tenants, on_end=on_end)
     for name in ("picker.sock", "control.sock"):
         (folder / name).unlink(missing_ok=True)
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", 16 * 2**20)])
@@ -209,7 +217,9 @@ async def _main(folder: Path) -> None:
     control = await asyncio.start_unix_server(
         lambda reader, writer: _control(desk, watch, reader, writer), folder / "control.sock"
     )
-    async with control:
+    async with control, asyncio.TaskGroup() as group:
+        if tracing:
+            group.create_task(tracing.send())
         while True:
             desk.expire()
             await asyncio.sleep(_EXPIRE_S)

@@ -11,14 +11,17 @@ from powerband import engines, plan
 from powerband.core.model import Model
 from powerband.core.quality import QualityFloor
 from powerband.core.slo import SLO
+from powerband.core.statistics import needed
 from powerband.core.workload import Workload
-from powerband.errors import EngineMissing
+from powerband.errors import EngineMissing, InputError
 from powerband.evaluate.exams import Exam
 from powerband.evaluate.probes import ROOM
 from powerband.runtime import devices, environment, weights
 from powerband.tune import drafts
 from powerband.tune.levers import levers
 from powerband.tune.rig import Rig, Say
+
+_OF_THE_BUDGET = 0.1  # may go into one load
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,11 @@ class Order:
 
 def rig_of(order: Order, folder: Path, *, stopping: threading.Event | None = None, say: Say = lambda _: None) -> Rig:
     """Return what tries settings on this machine."""
+    if order.requests is not None and order.requests < (least := needed(order.slo.highest)):
+        raise InputError(
+            f"{order.requests} requests cannot tell the p{order.slo.highest * 100:g} that the SLO bounds",
+            hint=f"give --requests {least} or more, or leave it away",
+        )
     host, needs_weights = devices.this_host(), not order.engines or engines.get(order.engines[0]).reads_weights
     model = weights.inspect(order.model) if needs_weights else Model(source=order.model)
     longest = plan.draw(order.workload, model, base=order.base).lengths.longest
@@ -64,6 +72,7 @@ def rig_of(order: Order, folder: Path, *, stopping: threading.Event | None = Non
         usd_per_h=order.usd_per_h or plan.this_machine(host)[0].price.usd_per_h,
         base=order.base,
         requests=order.requests,
+        longest_s=_OF_THE_BUDGET * order.budget_s,
         tasks=dict(order.tasks),
         stopping=stopping or threading.Event(),
         say=say,

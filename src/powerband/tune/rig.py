@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from powerband import bench, engines, plan
 from powerband import evaluate as gate
 from powerband import quantize as quantizing
-from powerband.bench.profiles import Amount, knee, troubled
+from powerband.bench.profiles import Amount, enough, knee, troubled
 from powerband.core.deployment import Deployment
 from powerband.core.evaluation import Evaluation
 from powerband.core.measurement import Level, Measurement
@@ -60,6 +60,7 @@ class Rig:
     usd_per_h: float
     base: Path | None = None
     requests: int | None = None  # at each load, at the least
+    longest_s: float = 720.0  # that one load may take; what is so slow is not worth more
     tasks: dict[str, Exam] = field(default_factory=dict)
     stopping: threading.Event = field(default_factory=threading.Event)
     say: Say = lambda _: None
@@ -138,6 +139,8 @@ class Rig:
         least_per_s: float | None = None,
     ) -> Measurement:
         """Find roughly where the SLO breaks."""
+        slowest_per_s = (self.requests or enough(self.slo)) / self.longest_s
+        least_per_s = max(least_per_s or 0.0, slowest_per_s)
         asked = {"start_per_s": start_per_s, "least_per_s": least_per_s, "rough": True}
         found = await self._bench(replica, prepared, folder, self.workload.with_seed(seed), "climb", **asked)
         if found.interrupted:
