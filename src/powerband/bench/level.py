@@ -11,7 +11,7 @@ from pathlib import Path
 
 from powerband import metrics
 from powerband.bench import analysis, guards, reconcile
-from powerband.bench.watching import Watch
+from powerband.bench.watching import Watch, calm
 from powerband.core import statistics
 from powerband.core.measurement import Agreement, Level, Timeline, Verdict
 from powerband.core.records import OUTCOMES, Records
@@ -74,6 +74,7 @@ class Bench:
             prompts.prepare, plan.workload, count, vocabulary=self.vocabulary, base=self.base
         )
         steering = Steering(plan, traffic, slo=self.slo, stopping=self.stopping)
+        await calm(self.replica)
 
         def until(progress: Progress, records: Records) -> bool:
             self.on_progress(plan, progress, steering)

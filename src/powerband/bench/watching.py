@@ -14,6 +14,16 @@ from powerband.core.engine import Gauges
 from powerband.runtime.replica import Replica
 
 EVERY_S = 1.0
+_CALM_S, _CALM_LOOKS = 60.0, 2
+
+
+async def calm(replica: Replica) -> None:
+    """Wait until nothing of an earlier load is left in an engine of ours: what was given up it may still work off."""
+    until, idle = time.monotonic() + _CALM_S, 0
+    while replica.process is not None and idle < _CALM_LOOKS and time.monotonic() < until:
+        gauges = await replica.gauges()
+        idle = 0 if gauges.running or gauges.queue_depth else idle + 1
+        await asyncio.sleep(0.1)
 
 
 @dataclass

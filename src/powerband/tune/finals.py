@@ -37,10 +37,10 @@ class Contender:
 
 async def prove(rig: Rig, study: Study, *, left_s: float) -> Recipe:
     """Measure the finalists against the defaults, crown one or call it a tie, and see what each lever brought."""
-    finalists = await _finalists(rig, study)
+    trial_s = usual_s(study.trials)
+    finalists = await _finalists(rig, study, _FINALISTS if left_s > 2 * least_s(trial_s) else 1)
     defaults = [_contender(rig, one) for one in study.trials if not rig.levers.turned(one.settings)]
     able = {key(one.settings): one for one in (*finalists, *defaults) if one.start_per_s}
-    trial_s = usual_s(study.trials)
     rounds = max(_LEAST_ROUNDS, _rounds(trial_s, len(able), 0.6 * left_s))
     knees = await contest_of(rig, "finals", list(able.values()), rounds)
     winner, says = await _crown(rig, knees, finalists, defaults)
@@ -73,12 +73,12 @@ def _contender(rig: Rig, trial: Trial) -> Contender:
     return Contender(f"{engine} with {name}", trial.settings, trial.knee_per_s)
 
 
-async def _finalists(rig: Rig, study: Study) -> list[Contender]:
+async def _finalists(rig: Rig, study: Study, most: int) -> list[Contender]:
     """Return the best trials that the whole gate lets pass."""
     found: list[Contender] = []
     refused = []
     for trial in sorted(study.trials, key=lambda one: -one.value):
-        if trial.outcome == "kept" and len(found) < _FINALISTS:
+        if trial.outcome == "kept" and len(found) < most:
             one = _contender(rig, trial)
             if objection := await _objection(rig, one):
                 refused.append(f"{one.name}: {objection}")

@@ -217,7 +217,8 @@ class Rig:
                 if judged.verdict == "fail":
                     return seen | {"outcome": "below the floor", "reason": judged.reason}
             least = best.knee_per_s if best else None
-            start = least or (0.7 * expected.value if expected and expected.value else None)
+            sure = expected is not None and expected.low > 0  # without a calibration the plan ranks, and knows no rates
+            start = least or (0.7 * expected.value if expected and sure else None)
             found = await self.climb(
                 replica, prepared, folder, start_per_s=start, least_per_s=least, seed=self.workload.seed
             )
