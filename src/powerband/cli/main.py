@@ -10,6 +10,7 @@ import typer
 
 from powerband import __version__
 from powerband.cli import (
+    adopt,
     bench,
     check,
     diff,
@@ -59,6 +60,7 @@ app.command("observe")(observe.observe)
 app.command("capture")(observe.capture)
 app.command("export")(export.export)
 app.command("diff")(diff.diff)
+app.command("adopt")(adopt.adopt)
 
 
 def _version(value: bool) -> None:

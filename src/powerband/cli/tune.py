@@ -156,7 +156,7 @@ class _View:
 
         if len(trials) > len(self.trials) and not self.json and not self.live.is_started:
             self.console.print(tuned.line(trials[-1]))
-        self.trials = list(trials)
+        self.trials, self.trying = list(trials), ""
 
     def say(self, said: str) -> None:
         if self.said != said and not self.json and not self.live.is_started:

@@ -94,6 +94,8 @@ async def _finalists(rig: Rig, study: Study, most: int) -> list[Contender]:
 
 async def _objection(rig: Rig, one: Contender) -> str:
     """Return why the whole gate does not let it pass; nothing where it does."""
+    if rig.floor is None or rig.answers_as_reference(one.settings):
+        return ""
     rig.say(f"quality of {one.name}")
     prepared = local.prepare(await rig.deployment(one.settings))
     judged = await rig.judge(prepared)

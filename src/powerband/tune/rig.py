@@ -88,15 +88,22 @@ class Rig:
         }
         return engines.deployment_of(data)
 
+    def _reference_settings(self) -> Settings:
+        published = plan.scheme_of(self.model)
+        able = [name for name in self.levers.by_engine if published.format in engines.get(name).formats]
+        engine = able[0] if able else next(iter(self.levers.by_engine))
+        return self.levers.defaults(engine) | {WEIGHTS: (published.name if able else _AS_PUBLISHED) or ""}
+
+    def answers_as_reference(self, settings: Settings) -> bool:
+        """Tell whether settings differ from the reference in nothing that may change answers."""
+        return self.levers.answering(settings) == self.levers.answering(self._reference_settings())
+
     async def reference(self) -> Prepared:
         """Return the published model on an engine that loads it as it is, or as nearly as can be."""
         if self._reference is None:
-            published = plan.scheme_of(self.model)
-            able = [name for name in self.levers.by_engine if published.format in engines.get(name).formats]
-            engine = able[0] if able else next(iter(self.levers.by_engine))
-            scheme = published.name if able else _AS_PUBLISHED
-            deployment = await self.deployment(self.levers.defaults(engine) | {WEIGHTS: scheme or ""})
-            config = deployment.config.model_copy(update=dict(self.levers.sooner[engine]))
+            settings = self._reference_settings()
+            deployment = await self.deployment(settings)
+            config = deployment.config.model_copy(update=dict(self.levers.sooner[settings[ENGINE]]))
             self._reference = local.prepare(deployment.model_copy(update={"name": "reference", "config": config}))
         return self._reference
 
