@@ -7,14 +7,16 @@ import typing
 from pathlib import Path
 from typing import Any
 
+import picture
 import typer
 
-from powerband import catalog, engines
+from powerband import catalog, engines, plan
 from powerband.bench.guards import GUARDS
 from powerband.cli.main import app
 from powerband.core.engine import FailureKind
 from powerband.core.records import COLUMNS
 from powerband.core.slo import SLO
+from powerband.core.units import about_bytes
 from powerband.core.workload import Workload
 from powerband.engines import knobs, rules
 from powerband.metrics import GAUGES, LATENCIES
@@ -164,9 +166,27 @@ def measuring() -> str:
     return "\n".join(lines) + "\n"
 
 
+def devices() -> str:
+    """Every device of the catalogue, with its price and where that is from."""
+    lines = [
+        NOTE,
+        "# Devices",
+        "",
+        "| name | is | memory | per second | $ per hour | price from |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in catalog.names("device"):
+        one = plan.device(name)
+        price = f"{one.price.usd_per_h:g} | {one.price.source}, {one.price.as_of}"
+        memory, bandwidth = about_bytes(one.memory), about_bytes(one.bandwidth)
+        lines.append(f"| `{name}` | {one.description} | {memory} | {bandwidth} | {price} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
-    """Write the pages, or compare them."""
+    """Write the pages and the picture, or compare them."""
     pages = {"commands.md": commands(), "gauges.md": gauges(), "workloads.md": workloads(), "bench.md": measuring()}
+    pages |= {"devices.md": devices(), "../pictures/variants.svg": picture.drawn()}
     pages |= {f"engine-{name}.md": engine_page(name) for name in engines.names()}
     FOLDER.mkdir(exist_ok=True)
     stale = [
@@ -175,6 +195,7 @@ def main() -> None:
     if "--check" in sys.argv:
         sys.exit(f"out of date: {', '.join(stale)}; run 'python docs/generate.py'" if stale else 0)
     for name, text in pages.items():
+        (FOLDER / name).parent.mkdir(exist_ok=True)
         (FOLDER / name).write_text(text)
 
 

@@ -119,7 +119,7 @@ def _pareto(study: Study) -> str:
     far = 1.1 * max(most, limit.limit if limit else 0.0)
     high = 1.1 * max(one.value for one in points)
     chart = Chart("What a dollar buys, and what it costs in quality", "KL divergence from the reference",
-                  "requests for a dollar", (-0.03 * far, far), (0.0, high))  # fmt: skip
+                  "requests for a dollar", (-0.03 * far, far), (0.0, high), y_text=words.number)  # fmt: skip
     for one in points:
         css = _COLOURS[0] if one.outcome == "kept" else _COLOURS[1]
         said = f"{', '.join(one.settings.values())}: {one.outcome} {one.reason}"
