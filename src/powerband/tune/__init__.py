@@ -107,11 +107,13 @@ async def _search(order: Order, rig: Rig, search: Search, listener: Listener, ha
         """Begin with the next trial, or rule it out; tell whether there was one."""
         begun = [about for _, about in running.values()]
         started = len(begun) + sum(one.outcome != "ruled out" for one in trials)
-        if rig.stopping.is_set() or started >= (order.most_trials or len(search.everything)) or _spent(order, trials):
+        most = order.most_trials or len(search.everything)
+        if rig.stopping.is_set() or started >= most or _spent(order, trials, at_once=len(hands)):
             return False
         if (settings := search.next([*trials, *begun])) is None:
             return False
-        expected, number = search.expectation(settings), len(trials) + len(begun) + 1
+        expected = search.expectation(settings)
+        number = 1 + max((one.number for one in (*trials, *begun)), default=0)
         rival = best(trials) if rig.levers.turned(settings) else None  # what all is compared with is measured whole
         about = Trial(number=number, settings=settings, outcome="ruled out", expected_per_s=expected)
         if expected and rival and rival.knee_per_s and expected.high < rival.knee_per_s:
@@ -143,9 +145,9 @@ async def _search(order: Order, rig: Rig, search: Search, listener: Listener, ha
         await asyncio.gather(*running, return_exceptions=True)
 
 
-def _spent(order: Order, trials: Sequence[Trial]) -> bool:
+def _spent(order: Order, trials: Sequence[Trial], *, at_once: int) -> bool:
     """Tell whether the time is needed to prove what was found."""
-    gone_s = sum(one.seconds for one in trials)
+    gone_s = sum(one.seconds for one in trials) / at_once
     if gone_s > _SEARCHED * order.budget_s:
         return True
     return len(trials) >= _LEAST_TRIALS and gone_s + finals.least_s(usual_s(trials)) > order.budget_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +38,11 @@ class Contender:
 
 async def prove(rig: Rig, study: Study, *, left_s: float) -> Recipe:
     """Measure the finalists against the defaults, crown one or call it a tie, and see what each lever brought."""
-    trial_s = usual_s(study.trials)
+    trial_s, began = usual_s(study.trials), time.monotonic()
     finalists = await _finalists(rig, study, _FINALISTS if left_s > 2 * least_s(trial_s) else 1)
     defaults = [_contender(rig, one) for one in study.trials if not rig.levers.turned(one.settings)]
     able = {key(one.settings): one for one in (*finalists, *defaults) if one.start_per_s}
+    left_s -= time.monotonic() - began  # which the gate took
     rounds = max(_LEAST_ROUNDS, _rounds(trial_s, len(able), 0.6 * left_s))
     knees = await contest_of(rig, "finals", list(able.values()), rounds)
     winner, says = await _crown(rig, knees, finalists, defaults)
