@@ -33,7 +33,7 @@ def noted(workload: Workload, count: int, *, longer: float = 1.0) -> list[dict[s
             found.append(
                 {
                     "timestamp": round(1000 * (at_s + 7.3 * turn)),
-                    "input_length": len(text) // 5,
+                    "input_length": 20 + len(text) // 5,  # the template adds some
                     "output_length": wrote,
                     "hash_ids": [ids.setdefault(one, len(ids)) for one in chain(text)],
                     "characters": len(text),
@@ -67,6 +67,7 @@ def test_captured_traffic_is_a_workload(tmp_path: Path) -> None:
     workload = documents.of(Workload, path)
     traffic = prompts.prepare(workload, 50, vocabulary=tokens.vocabulary(""), base=tmp_path)
     assert list(traffic.output_tokens) == [row["output_length"] for row in held]
+    assert list(traffic.prompt_tokens) == pytest.approx([row["characters"] / 5 for row in held], abs=2)
     assert {file.name for file in tmp_path.iterdir()} == {"mine.yaml", "mine-trace.jsonl"}
     lines = (tmp_path / "mine-trace.jsonl").read_text().splitlines()
     kept = {key for line in lines for key in json.loads(line)}

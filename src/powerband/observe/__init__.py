@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,17 +117,31 @@ def captured(held: Sequence[Note], folder: Path, *, name: str) -> Path:
     if not held:
         raise InputError("the fleet has answered nothing yet", hint="wait for traffic")
     trace = folder / f"{name}-trace.jsonl"
-    kept = ("timestamp", "input_length", "output_length", "hash_ids")
-    trace.write_text("".join(json.dumps({key: row[key] for key in kept}) + "\n" for row in held))
-    tokens_per_character = sum(row["input_length"] for row in held) / max(1, sum(row["characters"] for row in held))
+    per_character = _tokens_per_character(held)
+    kept = ("timestamp", "output_length", "hash_ids")
+    rows = [
+        {"input_length": max(1, round(per_character * row["characters"])), **{key: row[key] for key in kept}}
+        for row in held
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     workload = Workload.model_validate(
         {
             "name": name,
             "description": f"captured: {len(held)} requests",
             "arrivals": {"process": "trace"},
-            "trace": {"path": trace.name, "block_tokens": max(1, round(BLOCK * tokens_per_character))},
+            "trace": {"path": trace.name, "block_tokens": max(1, round(BLOCK * per_character))},
         }
     )
     path = folder / f"{name}.yaml"
     path.write_text(workload.to_text())
     return path
+
+
+def _tokens_per_character(held: Sequence[Note]) -> float:
+    """Return how many tokens a character of what was asked makes: not those that the chat template adds to each."""
+    characters, counted = [row["characters"] for row in held], [row["input_length"] for row in held]
+    if len(set(characters)) > 1:
+        slope = statistics.linear_regression(characters, counted).slope
+        if slope > 0:
+            return slope
+    return float(sum(counted) / max(1, sum(characters)))
