@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from powerband import rollout
+from powerband import observe, rollout
 from powerband.serve import Fleet, tenants
 from support import fleets
 from support.fleets import CHAT
@@ -266,3 +266,19 @@ async def test_a_collector_gets_a_span_for_each_part_of_a_request(
         name: (int(one["endTimeUnixNano"]) - int(one["startTimeUnixNano"])) / 1e9 for name, one in spans.items()
     }
     assert 0.15 < lasted_s["prefill"] < 1 and 0.1 < lasted_s["decode"] < 1
+
+
+async def test_captured_traffic_holds_shared_beginnings_and_no_words(tmp_path: Path) -> None:
+    shared = "The house stands on a hill above the river and nobody has lived in it since. " * 4
+    async with fleets.running(fleets.write(tmp_path), capture=True) as (fleet, http):
+        for number in range(3):
+            messages = [{"role": "user", "content": f"{shared} Who, number {number}, was the last?"}]
+            assert (await chat(http, messages=messages)).status_code == 200
+        for _ in range(50):
+            if len(held := observe.notes(fleet.folder, "golden")) == 3:
+                break
+            await asyncio.sleep(0.1)
+    first, second, third = (row["hash_ids"] for row in held)
+    assert len(first) >= 4 and first[:4] == second[:4] == third[:4]
+    assert [row["turns"] for row in held] == [1, 1, 1]
+    assert not [file for file in fleet.folder.rglob("*") if file.is_file() and b"nobody has lived" in file.read_bytes()]

@@ -31,12 +31,14 @@ def write(folder: Path, *, models: dict[str, dict[str, Any]] | None = None, **kn
 
 
 @contextlib.asynccontextmanager
-async def running(path: Path, *, tenants: str = "") -> AsyncIterator[tuple[Fleet, httpx.AsyncClient]]:
+async def running(
+    path: Path, *, tenants: str = "", capture: bool = False
+) -> AsyncIterator[tuple[Fleet, httpx.AsyncClient]]:
     """Run a fleet until it is ready, and yield it with a client."""
     parts, _ = serve.resolved(path)
     folder = path.parent / "run"
     folder.mkdir()
-    async with serve.fleet(parts, tenants=tenants, folder=folder) as fleet:
+    async with serve.fleet(parts, tenants=tenants, folder=folder, capture=capture) as fleet:
         await fleet.ready(30)
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=fleet.url, trust_env=False, timeout=30, limits=limits) as http:

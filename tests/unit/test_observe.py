@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from powerband import observe
-from powerband.core.beginnings import chain, said
+from powerband.core.beginnings import FINE, chain, said
 from powerband.core.workload import Workload
 from powerband.errors import InputError
 from powerband.load import prompts, tokens
@@ -35,7 +35,7 @@ def noted(workload: Workload, count: int, *, longer: float = 1.0) -> list[dict[s
                     "timestamp": round(1000 * (at_s + 7.3 * turn)),
                     "input_length": 20 + len(text) // 5,  # the template adds some
                     "output_length": wrote,
-                    "hash_ids": [ids.setdefault(one, len(ids)) for one in chain(text)],
+                    "hash_ids": [ids.setdefault(one, len(ids)) for one in chain(text, FINE)],
                     "characters": len(text),
                     "turns": turn + 1,
                     "model": "m",

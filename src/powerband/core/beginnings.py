@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 BLOCK = 256  # characters; shorter beginnings are not worth remembering
+FINE = 64  # where traffic is noted, so that little of a shared beginning is lost
 CHARACTERS_PER_TOKEN = 4.0  # where nobody has counted
-_DEEPEST = 64  # blocks of one prompt
+_DEEPEST = 16_384  # characters of one prompt
 
 
 def said(role: str, content: str) -> str:
@@ -12,10 +13,10 @@ def said(role: str, content: str) -> str:
     return f"{role}\n{content}\n"
 
 
-def chain(text: str) -> list[int]:
+def chain(text: str, size: int = BLOCK) -> list[int]:
     """Return a hash for each whole block, each of all the text up to its end."""
     found, last = [], 0
-    for start in range(0, min(len(text), BLOCK * _DEEPEST) - BLOCK + 1, BLOCK):
-        last = hash((last, text[start : start + BLOCK]))
+    for start in range(0, min(len(text), _DEEPEST) - size + 1, size):
+        last = hash((last, text[start : start + size]))
         found.append(last)
     return found

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from powerband.core.beginnings import BLOCK, chain, said
+from powerband.core.beginnings import FINE, chain, said
 from powerband.core.recipe import Recipe
 from powerband.core.statistics import wilson
 from powerband.core.workload import Workload
@@ -66,7 +66,7 @@ def proven(workload: Workload, rate_per_s: float, *, source: str, count: int = _
             place = number * traffic.turns + turn
             chat = traffic.messages(number, turn=turn, earlier=chat)
             text = "".join(said(one["role"], one["content"]) for one in chat)
-            share = known_share(chain(text), seen)
+            share = known_share(chain(text, FINE), seen)
             found.append(Row(at_s, len(text), traffic.output_tokens[place], share, turn + 1))
             chat.append({"role": "assistant", "content": "word " * traffic.output_tokens[place]})
     return sorted(found, key=lambda row: row.at_s)
@@ -129,7 +129,7 @@ def captured(held: Sequence[Note], folder: Path, *, name: str) -> Path:
             "name": name,
             "description": f"captured: {len(held)} requests",
             "arrivals": {"process": "trace"},
-            "trace": {"path": trace.name, "block_tokens": max(1, round(BLOCK * per_character))},
+            "trace": {"path": trace.name, "block_tokens": max(1, round(FINE * per_character))},
         }
     )
     path = folder / f"{name}.yaml"

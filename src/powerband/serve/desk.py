@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from powerband.core.beginnings import CHARACTERS_PER_TOKEN, chain
+from powerband.core.beginnings import CHARACTERS_PER_TOKEN, FINE, chain
 from powerband.core.fleet import CLASSES, Tenants
 from powerband.serve import requests
 from powerband.serve.order import Part
@@ -68,6 +68,7 @@ class Desk:
     tenants: Tenants | None = None
     clock: Callable[[], float] = time.monotonic
     on_end: Callable[[Case, Ended], None] = lambda *_: None
+    noting: bool = False  # what the traffic looks like
     pools: dict[str, Pool] = field(default_factory=dict)
     cases: dict[str, Case] = field(default_factory=dict)
     refusals: dict[str, int] = field(default_factory=dict)
@@ -142,6 +143,7 @@ class Desk:
         priority = self._priority(tenant, headers)
         patience_s = _patience(headers, part.patience_s)
         blocks = tuple(chain(asked.text))
+        fine = tuple(chain(asked.text, FINE)) if self.noting else ()
         waits = []
         for model in filter(None, (part, self.parts.get(part.fallback))):
             pool = self.pools[model.name]
@@ -152,6 +154,7 @@ class Desk:
                     prompt_tokens=len(asked.text) / CHARACTERS_PER_TOKEN,
                     output_tokens=usual if asked.most_tokens is None else min(asked.most_tokens, usual),
                     blocks=blocks,
+                    fine=fine,
                     priority=priority,
                     patience_s=patience_s,
                     adapter=asked.model if asked.model in model.adapters else "",

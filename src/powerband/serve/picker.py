@@ -205,7 +205,7 @@ async def _main(folder: Path) -> None:
         if tracing:
             tracing.ended(case, ended)
 
-    desk = Desk(order.parts, tenants, on_end=on_end)
+    desk = Desk(order.parts, tenants, on_end=on_end, noting=order.capture)
     for name in ("picker.sock", "control.sock"):
         (folder / name).unlink(missing_ok=True)
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", 16 * 2**20)])

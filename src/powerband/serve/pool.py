@@ -28,6 +28,7 @@ class Ask:
     prompt_tokens: float
     output_tokens: float  # expected
     blocks: tuple[int, ...] = ()
+    fine: tuple[int, ...] = ()  # smaller ones, where traffic is noted
     priority: int = 1  # the lowest number goes first
     patience_s: float = math.inf  # how long it may wait for its first token
     adapter: str = ""

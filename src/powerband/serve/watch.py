@@ -106,7 +106,7 @@ class Watch:
             "timestamp": round(came * 1000),
             "input_length": ended.prompt_tokens or round(ask.prompt_tokens),
             "output_length": ended.output_tokens,
-            "hash_ids": [self._ids.setdefault(block, self._first_id + len(self._ids)) for block in ask.blocks],
+            "hash_ids": [self._ids.setdefault(block, self._first_id + len(self._ids)) for block in ask.fine],
             "characters": round(ask.prompt_tokens * CHARACTERS_PER_TOKEN),
             "turns": ask.turns,
             "model": case.model.name,
