@@ -10,7 +10,7 @@ import json
 import statistics
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,13 @@ class Told:
     """What a tool tells of one load."""
 
     tool: str
-    requests: Sequence[Request]
+    requests: Sequence[Request]  # in the order in which they were sent
     failed: int
+
+    @property
+    def rate_per_s(self) -> float:
+        """Return how many were sent in a second."""
+        return (len(self.requests) - 1) / max(1e-9, self.requests[-1].start - self.requests[0].start)
 
 
 def read(path: Path) -> Measurement:
@@ -52,7 +57,11 @@ def read(path: Path) -> Measurement:
         raise InputError(f"{path} cannot be read: {error.strerror}", hint="check the path") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         told = []
-    told = [one for one in told if len(one.requests) >= _FEWEST]
+    told = [
+        replace(one, requests=sorted(one.requests, key=lambda sent: sent.start))
+        for one in told
+        if len(one.requests) >= _FEWEST
+    ]
     if not told:
         raise InputError(
             f"{path} is no result that tells of each request",
@@ -87,11 +96,10 @@ def _vllm(data: dict[str, Any]) -> Told:
 
 def _guidellm(data: dict[str, Any]) -> Told:
     def one(row: dict[str, Any]) -> Request:
-        first, gap = row.get("time_to_first_token_ms"), row.get("inter_token_latency_ms")
         return Request(
             row["request_start_time"],
-            first / 1e3 if first is not None else None,
-            gap / 1e3 if gap is not None else None,
+            _seconds(row.get("time_to_first_token_ms")),
+            _seconds(row.get("inter_token_latency_ms")),
             row["request_latency"],
             row["prompt_tokens"] or 0,
             row["output_tokens"] or 0,
@@ -112,12 +120,11 @@ def _aiperf(rows: Iterable[dict[str, Any]]) -> Told:
         def value(name: str, metrics: dict[str, Any] = metrics) -> Any:
             return metrics[name]["value"] if name in metrics else None
 
-        first, gap = value("time_to_first_token"), value("inter_token_latency")
         found.append(
             Request(
                 row["metadata"]["request_start_ns"] / 1e9,
-                first / 1e3 if first is not None else None,
-                gap / 1e3 if gap is not None else None,
+                _seconds(value("time_to_first_token")),
+                _seconds(value("inter_token_latency")),
                 value("request_latency") / 1e3,
                 int(value("input_sequence_length") or 0),
                 int(value("output_sequence_length") or value("output_token_count") or 0),
@@ -126,13 +133,16 @@ def _aiperf(rows: Iterable[dict[str, Any]]) -> Told:
     return Told("aiperf", found, failed)
 
 
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
+
+
 def _level(told: Told) -> Level:
-    rows = sorted(told.requests, key=lambda one: one.start)
+    rows = told.requests
     window_s = max(1e-9, max(one.start + one.e2e for one in rows) - rows[0].start)
-    arriving_s = max(1e-9, rows[-1].start - rows[0].start)
     sentence = f"measured by {told.tool}; how it sent them nobody watched"
     return Level(
-        rate_per_s=(len(rows) - 1) / arriving_s,
+        rate_per_s=told.rate_per_s,
         seeds=(),
         warmup_s=0.0,
         window_s=window_s,
@@ -169,13 +179,11 @@ def _workload(told: Told) -> Workload:
         max(1, round(statistics.median(lengths)))
         for lengths in ([one.prompt for one in told.requests], [one.output for one in told.requests])
     )
-    starts = sorted(one.start for one in told.requests)
-    rate = (len(starts) - 1) / max(1e-9, starts[-1] - starts[0])
     return Workload.model_validate(
         {
             "name": told.tool,
             "description": f"as far as {told.tool} tells",
-            "arrivals": {"process": "poisson", "rate_per_s": min(rate, 1e6)},
+            "arrivals": {"process": "poisson", "rate_per_s": min(told.rate_per_s, 1e6)},
             "prompt": {"shape": "fixed", "tokens": prompt},
             "output": {"shape": "fixed", "tokens": output},
         }

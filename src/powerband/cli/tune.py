@@ -41,7 +41,9 @@ def tune(
     ] = "this-machine",
     engine: Annotated[list[str] | None, typer.Option(help="Only this engine; may stand again.")] = None,
     scheme: Annotated[list[str] | None, typer.Option(help="Only this number format; may stand again.")] = None,
-    budget: Annotated[str, typer.Option(help="How long it may take.")] = "2h",
+    budget: Annotated[
+        str, typer.Option(help="How long search and contest may take; the gate and the last proof add some minutes.")
+    ] = "2h",
     trials: Annotated[int | None, typer.Option(min=1, help="How many deployments to start at most.")] = None,
     requests: Annotated[int | None, typer.Option(help="How many requests to measure at each load at least.")] = None,
     launcher: Annotated[str, typer.Option(help="Where trials run: local, or ray, on every node at once.")] = "local",

@@ -62,10 +62,8 @@ def _rule(name: str, expression: str, lasting: str, severity: str, said: str) ->
 
 def names(engine: str) -> dict[str, str]:
     """Return rules that record what an engine tells itself under the fleet's names: for where no fleet is before it."""
-    facts, found = (
-        rules.facts(engine),
-        {"powerband_replicas_ready": "sum(up)", "powerband_replicas_wanted": "count(up)"},
-    )
+    facts = rules.facts(engine)
+    found = {"powerband_replicas_ready": "sum(up)", "powerband_replicas_wanted": "count(up)"}
     for name, theirs in facts.gauges.items():
         if not name.startswith("ttft_"):
             found[f"powerband_{name}{'_total' if name.endswith(_GROWING) else ''}"] = theirs

@@ -119,11 +119,11 @@ def captured(held: Sequence[Note], folder: Path, *, name: str) -> Path:
     trace = folder / f"{name}-trace.jsonl"
     per_character = _tokens_per_character(held)
     kept = ("timestamp", "output_length", "hash_ids")
-    rows = [
+    lines = [
         {"input_length": max(1, round(per_character * row["characters"])), **{key: row[key] for key in kept}}
         for row in held
     ]
-    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trace.write_text("".join(json.dumps(row) + "\n" for row in lines))
     workload = Workload.model_validate(
         {
             "name": name,

@@ -118,8 +118,13 @@ def _pareto(study: Study) -> str:
     limit = study.quality.fidelity.get("kl_mean") if study.quality else None
     far = 1.1 * max(most, limit.limit if limit else 0.0)
     high = 1.1 * max(one.value for one in points)
-    chart = Chart("What a dollar buys, and what it costs in quality", "KL divergence from the reference",
-                  "requests for a dollar", (-0.03 * far, far), (0.0, high), y_text=words.number)  # fmt: skip
+    spans = (-0.03 * far, far), (0.0, high)
+    title, x_label, y_label = (
+        "What a dollar buys, and its quality",
+        "KL divergence from the reference",
+        "requests for a dollar",
+    )
+    chart = Chart(title, x_label, y_label, *spans, y_text=lambda value: f"{value / 1000:g}k")
     for one in points:
         css = _COLOURS[0] if one.outcome == "kept" else _COLOURS[1]
         said = f"{', '.join(one.settings.values())}: {one.outcome} {one.reason}"

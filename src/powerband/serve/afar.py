@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from powerband.errors import EngineFailed
-from powerband.launchers import cluster
+from powerband.runtime import cluster
 from powerband.serve import place
 
 

@@ -23,7 +23,7 @@ import httpx
 
 from powerband.core.engine import Command
 from powerband.errors import PowerbandError
-from powerband.launchers import cluster
+from powerband.runtime import cluster
 from powerband.serve import envoy
 from powerband.serve.kept import keep
 from powerband.serve.order import Order, Part

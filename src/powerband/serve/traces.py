@@ -49,7 +49,7 @@ class Traces:
                 if found:
                     try:
                         await http.post(f"{self.address}/v1/traces", json=exported(found))
-                    except httpx.HTTPError:
+                    except (httpx.HTTPError, httpx.InvalidURL):
                         continue
 
 

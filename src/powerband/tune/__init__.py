@@ -53,7 +53,7 @@ async def tune(
         raise PromiseBroken(
             f"none of {len(study.trials)} trials kept both promises", hint=f"see why in {folder / 'study.json'}"
         )
-    recipe = await finals.prove(rig, study, left_s=order.budget_s - sum(one.seconds for one in study.trials))
+    recipe = await finals.prove(rig, study, budget_s=order.budget_s)
     runs.keep(folder / "recipe.yaml", recipe.to_text())
     return study, recipe
 
@@ -71,7 +71,8 @@ async def explore(
     requests = plan.draw(order.workload, rig.model, base=order.base)
     expected = expectations(rig.model, devices.this_host(), own, requests, order.slo)
     search = Search(own, expected=expected, seed=order.seed)
-    with afar.hands(order, folder, address=order.cluster) if order.cluster else nullcontext([rig.attempt]) as hands:
+    with afar.hands(order, rig) if order.cluster else nullcontext([rig.attempt]) as hands:
+        rig.at_once = len(hands)
         trials = await _search(order, rig, search, listener, hands)
     study = Study(
         name=f"{rig.model.name}-{order.workload.name or 'workload'}",
@@ -108,13 +109,14 @@ async def _search(order: Order, rig: Rig, search: Search, listener: Listener, ha
         begun = [about for _, about in running.values()]
         started = len(begun) + sum(one.outcome != "ruled out" for one in trials)
         most = order.most_trials or len(search.everything)
-        if rig.stopping.is_set() or started >= most or _spent(order, trials, at_once=len(hands)):
+        if rig.stopping.is_set() or started >= most or _spent(order, rig, trials):
             return False
         if (settings := search.next([*trials, *begun])) is None:
             return False
         expected = search.expectation(settings)
         number = 1 + max((one.number for one in (*trials, *begun)), default=0)
         rival = best(trials) if rig.levers.turned(settings) else None  # what all is compared with is measured whole
+        # Until it is tried it counts as tried and worth nothing, so that nobody else begins with the same.
         about = Trial(number=number, settings=settings, outcome="ruled out", expected_per_s=expected)
         if expected and rival and rival.knee_per_s and expected.high < rival.knee_per_s:
             reason = f"the plan expects at most {expected.high:.3g}/s, and {rival.knee_per_s:.3g}/s were found"
@@ -145,9 +147,9 @@ async def _search(order: Order, rig: Rig, search: Search, listener: Listener, ha
         await asyncio.gather(*running, return_exceptions=True)
 
 
-def _spent(order: Order, trials: Sequence[Trial], *, at_once: int) -> bool:
+def _spent(order: Order, rig: Rig, trials: Sequence[Trial]) -> bool:
     """Tell whether the time is needed to prove what was found."""
-    gone_s = sum(one.seconds for one in trials) / at_once
+    gone_s = rig.gone_s(trials)
     if gone_s > _SEARCHED * order.budget_s:
         return True
     return len(trials) >= _LEAST_TRIALS and gone_s + finals.least_s(usual_s(trials)) > order.budget_s

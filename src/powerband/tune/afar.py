@@ -13,17 +13,19 @@ from typing import Any
 from powerband.core.statistics import Interval
 from powerband.core.study import Settings, Trial
 from powerband.errors import InputError
-from powerband.launchers import cluster
+from powerband.runtime import cluster
+from powerband.tune.levers import Levers
 from powerband.tune.order import Order, rig_of
-from powerband.tune.rig import Attempt
+from powerband.tune.rig import Attempt, Rig
 
 
 class Hand:
     """The actor."""
 
-    def __init__(self, order: Order, folder: str) -> None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        self._rig = rig_of(order, Path(folder))
+    def __init__(self, order: Order, folder: Path, levers: Levers) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._rig = rig_of(order, folder)
+        self._rig.levers = levers  # as the study left them when it had measured drafts
 
     async def attempt(
         self, number: int, settings: Settings, expected: Interval | None, best: Trial | None
@@ -36,20 +38,22 @@ class Hand:
 
 
 @contextlib.contextmanager
-def hands(order: Order, folder: Path, *, address: str) -> Iterator[list[Attempt]]:
+def hands(order: Order, rig: Rig) -> Iterator[list[Attempt]]:
     """Yield one way to try settings for each node of the cluster."""
-    ray = cluster.connect(address)
+    ray = cluster.connect(order.cluster)
     near = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     nodes = [one["NodeID"] for one in ray.nodes() if one["Alive"] and one["Resources"].get("CPU")]
     if not nodes:
         raise InputError("the cluster has no node with a CPU", hint="look at 'ray status'")
     kind = ray.remote(Hand)
     actors = [
-        kind.options(num_cpus=1, scheduling_strategy=near(node, soft=False)).remote(order, str(folder))
+        kind.options(num_cpus=1, scheduling_strategy=near(node, soft=False)).remote(
+            order, rig.folder.resolve(), rig.levers
+        )
         for node in nodes
     ]
     try:
-        yield [_attempt(ray, actor, folder) for actor in actors]
+        yield [_attempt(ray, actor, rig.folder) for actor in actors]
     finally:
         for actor in actors:
             ray.kill(actor)

@@ -36,9 +36,9 @@ class Contender:
     start_per_s: float | None
 
 
-async def prove(rig: Rig, study: Study, *, left_s: float) -> Recipe:
+async def prove(rig: Rig, study: Study, *, budget_s: float) -> Recipe:
     """Measure the finalists against the defaults, crown one or call it a tie, and see what each lever brought."""
-    trial_s, began = usual_s(study.trials), time.monotonic()
+    trial_s, left_s, began = usual_s(study.trials), budget_s - rig.gone_s(study.trials), time.monotonic()
     finalists = await _finalists(rig, study, _FINALISTS if left_s > 2 * least_s(trial_s) else 1)
     defaults = [_contender(rig, one) for one in study.trials if not rig.levers.turned(one.settings)]
     able = {key(one.settings): one for one in (*finalists, *defaults) if one.start_per_s}

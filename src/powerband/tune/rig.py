@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,6 +61,7 @@ class Rig:
     base: Path | None = None
     requests: int | None = None  # at each load, at the least
     longest_s: float = 720.0  # that one load may take; what is so slow is not worth more
+    at_once: int = 1  # trials, on as many machines
     tasks: dict[str, Exam] = field(default_factory=dict)
     stopping: threading.Event = field(default_factory=threading.Event)
     say: Say = lambda _: None
@@ -71,6 +72,10 @@ class Rig:
         """Keep what the gate said: deployments that answer alike need not be asked again."""
         if trial.quality:
             self.judged[key(self.levers.answering(trial.settings))] = trial
+
+    def gone_s(self, trials: Sequence[Trial]) -> float:
+        """Return how long trials took by the clock."""
+        return sum(one.seconds for one in trials) / self.at_once
 
     async def deployment(self, settings: Settings) -> Deployment[Any]:
         """Return what these settings amount to; the variant is made if it is not here."""
