@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import sys
 import typing
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
 import picture
 import typer
 
-from powerband import catalog, engines, plan
+from powerband import catalog, engines, errors, plan
 from powerband.bench.guards import GUARDS
 from powerband.cli.main import app
+from powerband.core.document import Document
 from powerband.core.engine import FailureKind
+from powerband.core.fleet import Fleet, Tenants
+from powerband.core.quality import QualityFloor
+from powerband.core.recipe import Recipe
 from powerband.core.records import COLUMNS
 from powerband.core.slo import SLO
 from powerband.core.units import about_bytes
 from powerband.core.workload import Workload
 from powerband.engines import knobs, rules
 from powerband.metrics import GAUGES, LATENCIES
+from powerband.serve.watch import Watch
 
 FOLDER = Path(__file__).parent / "reference"
 NOTE = "<!-- Written by docs/generate.py; do not edit. -->\n"
@@ -120,7 +126,66 @@ def gauges() -> str:
             theirs = rules.facts(name).gauges.get(gauge)
             cells.append(computed.get((name, gauge)) or (f"`{theirs}`" if theirs else ""))
         lines.append(f"| `{gauge}` | {metric.unit} | {metric.means} | {' | '.join(cells)} |")
-    lines += ["", "## Kinds of failure", "", ", ".join(f"`{kind}`" for kind in typing.get_args(FailureKind))]
+    return "\n".join(lines) + "\n"
+
+
+def fields(title: str, kind: type[Document], elsewhere: Container[str] = ()) -> list[str]:
+    """The fields of a document, and of the values in it that are not told elsewhere."""
+    schema = kind.model_json_schema()
+    lines = [f"## {title}", "", "| field | takes | means |", "|---|---|---|"]
+    for name, one in schema["properties"].items():
+        lines.append(f"| `{name}` | {takes(one)} | {one.get('description', '')} |")
+    lines.append("")
+    for name, one in sorted(schema.get("$defs", {}).items()):
+        if name in elsewhere:
+            continue
+        told = [f"`{key}` {takes(value)}" for key, value in one.get("properties", {}).items()]
+        lines.append(f"- **`{name}`**: {one.get('description', '')} {', '.join(told)}")
+    return [*lines, ""]
+
+
+def documents() -> str:
+    """What a user writes or gets, beside workloads and SLOs."""
+    lines = [
+        NOTE,
+        "# Documents",
+        "",
+        "`powerband check FILE` says what is wrong with one, `powerband schema KIND` has it for an editor.",
+        "",
+    ]
+    kinds = {"A quality floor": QualityFloor, "A recipe": Recipe, "A fleet": Fleet, "Tenants": Tenants}
+    for title, kind in kinds.items():
+        lines += fields(title, kind, {"Workload", "SLO", *Workload.model_json_schema()["$defs"]})
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def errors_page() -> str:
+    """What can go wrong, and the exit codes."""
+    text = (errors.__doc__ or "").strip().splitlines()
+    lines = [NOTE, "# Errors and exit codes", "", text[0], "", "```", *text[2:-2], "```", "", text[-1], ""]
+    lines += ["## How an engine fails", "", "With `--json` an engine's failure is named:", ""]
+    lines.append(", ".join(f"`{kind}`" for kind in typing.get_args(FailureKind)) + ".")
+    return "\n".join(lines) + "\n"
+
+
+def metrics_page() -> str:
+    """What a fleet tells Prometheus."""
+    lines = [
+        NOTE,
+        "# Metrics of a fleet",
+        "",
+        "At `/metrics`, under the same names for every engine.",
+        "",
+        "| metric | kind | labels | is |",
+        "|---|---|---|---|",
+    ]
+    watch = Watch()
+    labels = {one._name: one._labelnames for one in vars(watch).values() if hasattr(one, "_labelnames")}
+    for family in watch.registry.collect():
+        ending = "_total" if family.type == "counter" else ""
+        named = labels.get(family.name) or getattr(family, "_labelnames", ())
+        told = ", ".join(f"`{name}`" for name in named)
+        lines.append(f"| `{family.name}{ending}` | {family.type} | {told} | {family.documentation} |")
     return "\n".join(lines) + "\n"
 
 
@@ -133,16 +198,7 @@ def workloads() -> str:
         "A workload says what traffic looks like; the same file is the same traffic.",
         "",
     ]
-    for title, kind in (("A workload", Workload), ("An SLO", SLO)):
-        schema = kind.model_json_schema()
-        lines += [f"## {title}", "", "| field | takes | means |", "|---|---|---|"]
-        for name, one in schema["properties"].items():
-            lines.append(f"| `{name}` | {takes(one)} | {one.get('description', '')} |")
-        lines.append("")
-        for name, one in sorted(schema.get("$defs", {}).items()):
-            told = [f"`{key}` {takes(value)}" for key, value in one["properties"].items()]
-            lines.append(f"- **`{name}`**: {one['description']} {', '.join(told)}")
-        lines.append("")
+    lines += [*fields("A workload", Workload), *fields("An SLO", SLO)]
     for kind_name in ("workload", "slo"):
         lines += [f"## In the catalogue: {kind_name}", ""]
         for name in catalog.names(kind_name):
@@ -186,6 +242,7 @@ def devices() -> str:
 def main() -> None:
     """Write the pages and the picture, or compare them."""
     pages = {"commands.md": commands(), "gauges.md": gauges(), "workloads.md": workloads(), "bench.md": measuring()}
+    pages |= {"documents.md": documents(), "errors.md": errors_page(), "metrics.md": metrics_page()}
     pages |= {"devices.md": devices(), "../pictures/variants.svg": picture.drawn()}
     pages |= {f"engine-{name}.md": engine_page(name) for name in engines.names()}
     FOLDER.mkdir(exist_ok=True)

@@ -54,7 +54,8 @@ async def rollout(
     part = dataclasses.replace(next(iter(resolved(new)[0].values())), name=name, replicas=old.replicas)
     if part.recipe == old.recipe:
         part = dataclasses.replace(part, recipe=f"{part.recipe} (new)")
-    part = dataclasses.replace(part, aliases=old.aliases, fallback=old.fallback, most_replicas=old.most_replicas)
+    kept = {name: getattr(old, name) for name in ("aliases", "fallback", "most_replicas", "warm")}
+    part = dataclasses.replace(part, **kept)
     told = {"do": "try", "model": name, "part": dataclasses.asdict(part), "share": 0.0, "replicas": 1}
     say(f"start {part.recipe} beside {old.recipe}")
     await _order(folder, told)

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
+from powerband import engines
 from powerband.errors import DeploymentRefused, EngineFailed
 from support import models
 from support.engines import started
 
 COUNT = " ".join(["one two three four five six seven eight nine ten."] * 12)
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+BY_BATCH = ((1, 2, 4), (3, 256, 0))  # from so many at once, to so many, so many drafts
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4,
         pytest.param(
             "llamacpp", {"spec_type": ["ngram-simple"], "spec_ngram_simple_size_n": 4}, marks=pytest.mark.llamacpp
         ),
-        pytest.param("vllm", {"speculative_config": NGRAM}, marks=pytest.mark.vllm),
+        pytest.param("vllm", engines.get("vllm").drafts_by_batch(BY_BATCH), marks=pytest.mark.vllm),
     ],
 )
 async def test_ngram_speculation_drafts_and_accepts(engine: str, knobs: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from powerband import observe, rollout
-from powerband.serve import Fleet, tenants
+from powerband.serve import Fleet, Order, tenants
 from support import fleets
 from support.fleets import CHAT
 
@@ -74,6 +74,26 @@ async def test_it_serves_and_says_who_answered(tmp_path: Path) -> None:
         everyone = fleets.processes(fleet)
         assert len(everyone) > 6
     assert not [one for one in everyone if one.is_running() and one.status() != "zombie"]
+
+
+async def test_a_warm_replica_takes_the_place_of_a_dead_one(tmp_path: Path) -> None:
+    path = fleets.write(tmp_path, models={"golden": {"replicas": 1, "warm": 1}}, startup_s=5.0)
+
+    async def states(*wanted: str) -> dict[str, str]:
+        for _ in range(200):
+            found = {name: str(one["state"]) for name, one in replicas(fleet).items()}
+            if sorted(found.values()) == sorted(wanted):
+                return {state: name for name, state in found.items()}
+            await asyncio.sleep(0.1)
+        raise AssertionError(found)
+
+    async with fleets.running(path) as (fleet, http):
+        before = await states("ready", "warm")
+        assert {(await chat(http)).headers["x-powerband-replica"] for _ in range(5)} == {before["ready"]}
+        os.kill(replicas(fleet)[before["ready"]]["pid"], signal.SIGKILL)
+        assert await answers_again(http, time.monotonic()) < 4
+        assert (await chat(http)).headers["x-powerband-replica"] == before["warm"]
+        assert await states("ready", "warm") == {"ready": before["warm"], "warm": before["ready"]}
 
 
 async def test_a_client_cannot_choose_where_it_goes(tmp_path: Path) -> None:
@@ -275,7 +295,7 @@ async def test_captured_traffic_holds_shared_beginnings_and_no_words(tmp_path: P
             messages = [{"role": "user", "content": f"{shared} Who, number {number}, was the last?"}]
             assert (await chat(http, messages=messages)).status_code == 200
         for _ in range(50):
-            if len(held := observe.notes(fleet.folder, "golden")) == 3:
+            if len(held := observe.notes(fleet.folder, Order.read(fleet.folder).part(None))) == 3:
                 break
             await asyncio.sleep(0.1)
     first, second, third = (row["hash_ids"] for row in held)

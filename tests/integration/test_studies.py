@@ -1,5 +1,6 @@
 """A whole study over the golden server: the search, a crash among its levers, the contest, the recipe, and a kill."""
 
+import asyncio
 import json
 import os
 import signal
@@ -8,9 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
+from powerband import serve
 from powerband.core.recipe import Recipe
 from powerband.core.study import Study
 from powerband.store import documents
@@ -68,3 +71,38 @@ def test_the_recipe_is_proven_again_and_a_slower_one_is_not(folder: Path) -> Non
 def test_a_study_is_not_written_over(folder: Path) -> None:
     done = subprocess.run(argv(folder.parent, "study"), capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "--resume" in done.stderr
+
+
+async def test_changed_traffic_is_tuned_for_while_nobody_asks(folder: Path, tmp_path: Path) -> None:
+    parts, _ = serve.resolved(folder / "recipe.yaml")
+    async with serve.fleet(parts, folder=tmp_path, capture=True) as fleet, httpx.AsyncClient(timeout=30) as http:
+        await fleet.ready(30)
+
+        async def ask(count: int) -> None:
+            for _ in range(count):
+                chat = {"model": next(iter(parts)), "messages": [{"role": "user", "content": "much longer " * 40}]}
+                answer = await http.post(f"{fleet.url}/v1/chat/completions", json={**chat, "max_tokens": 12})
+                assert answer.status_code == 200, answer.text
+
+        await ask(150)
+        words = ["observe", str(tmp_path), "--auto", "--json", "--every", "1s", "--idle", "2s"]
+        argv = [sys.executable, "-m", "powerband", *words, "--budget", "60s", "--requests", "20"]
+        process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
+        try:
+            assert process.stdout
+            found = json.loads(await process.stdout.readline())
+            assert found["found"] == "drifted" and {one["axis"] for one in found["drifted"]} >= {"prompt", "output"}
+            reading = asyncio.create_task(process.stdout.readline())
+            while len({one["recipe"] for one in fleet.status()["replicas"]}) < 2:  # nobody asks, so it tunes
+                await asyncio.wait([reading], timeout=0.5)
+                assert not reading.done(), reading.result()
+            while not reading.done():
+                await ask(1)
+            verdict = json.loads(await reading)
+            assert verdict["promoted"], verdict
+        finally:
+            process.kill()
+            await process.wait()
+        study = next(tmp_path.glob("*-retune"))
+        workload = documents.of(Recipe, study / "recipe.yaml").workload
+        assert workload.name == "captured"

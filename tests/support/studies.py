@@ -15,9 +15,9 @@ output: {shape: fixed, tokens: 4}
 def argv(folder: Path, name: str, *more: str, trials: int = 4, budget: str = "60s") -> list[str]:
     """Return the command that tunes into `folder/name`: thirty deployments, half of which crash."""
     (folder / "w.yaml").write_text(_WORKLOAD)
-    (folder / "s.yaml").write_text("powerband: slo/1\nttft: {p95: 300ms}\n")
+    (folder / "s.yaml").write_text("powerband: slo/1\nttft: {p90: 300ms}\n")
     return [
         sys.executable, "-m", "powerband", "tune", "golden", "--engine", "fake", "--quality", "none",
-        "--workload", str(folder / "w.yaml"), "--slo", str(folder / "s.yaml"), "--requests", "100",
+        "--workload", str(folder / "w.yaml"), "--slo", str(folder / "s.yaml"), "--requests", "50",
         "--trials", str(trials), "--budget", budget, "--output", str(folder / name), *more,
     ]  # fmt: skip

@@ -28,6 +28,10 @@ def serve(
     capture: Annotated[
         bool, typer.Option("--capture", help="Note lengths, times and shared beginnings of requests, never their text.")
     ] = False,
+    capture_text: Annotated[
+        bool,
+        typer.Option("--capture-text", help="Note what they say too; addresses, numbers and keys are blotted out."),
+    ] = False,
     ready_timeout: Annotated[str, typer.Option(help="How long the start may take.")] = "600s",
     run_dir: Annotated[str | None, typer.Option(help="Where logs go.", show_default="a new state folder")] = None,
     json: Json = False,
@@ -53,6 +57,7 @@ def serve(
         folder=folder,
         cluster=given.cluster(launcher, cluster),
         capture=capture,
+        capture_text=capture_text,
     )
     asyncio.run(_serve(fleet, ready_timeout_s=given.seconds(ready_timeout), json=json))
 

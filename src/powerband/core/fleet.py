@@ -19,6 +19,7 @@ class Served(Value):
     recipe: str = Field(description="path of a recipe.yaml or a deployment.yaml, from the fleet's file")
     replicas: int = Field(default=1, ge=0)
     most_replicas: int | None = Field(default=None, ge=1, description="scale up to so many; none: a fixed number")
+    warm: int = Field(default=0, ge=0, description="beside these: started, asked nothing until one is missing")
     in_flight: int | None = Field(default=None, ge=1, description="per replica; none: what the recipe proved")
     patience_s: float | None = Field(default=None, gt=0, description="longest wait for a first token; none: the SLO's")
     aliases: tuple[str, ...] = ()

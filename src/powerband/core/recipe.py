@@ -13,6 +13,8 @@ from powerband.core.statistics import Interval
 from powerband.core.study import Settings
 from powerband.core.workload import Workload
 
+MUCH_LESS = 0.8  # of a share that was proven: so little is told
+
 
 class Range(Value):
     """Between which values a quantity of the traffic lay while the promise was kept."""
@@ -33,6 +35,14 @@ class Promised(Value):
     prefix_hit_share: float | None = Field(default=None, description="of the prompt tokens, as the engine counts")
     spec_accepted_share: float | None = Field(default=None, description="of the guessed tokens")
 
+    def shares(self) -> list[tuple[str, str, float]]:
+        """Return what was proven of the engine's counters: a part, the whole, and the share."""
+        found = [
+            ("prefix_hits_tokens", "prefix_queries_tokens", self.prefix_hit_share),
+            ("spec_accepted_tokens", "spec_drafted_tokens", self.spec_accepted_share),
+        ]
+        return [(part, whole, share) for part, whole, share in found if share]
+
 
 class Against(Value):
     """How the recipe's knee compares with another's, measured in turns on the same requests."""
@@ -48,22 +58,22 @@ class Recipe(Document):
 
     kind: ClassVar[str] = "recipe"
 
-    says: str
-    model: str
-    model_digest: str
-    scheme: str
-    weights_digest: str
+    says: str = Field(description="the answer in a sentence")
+    model: str = Field(description="path of the published weights")
+    model_digest: str = Field(description="SHA-256 of them")
+    scheme: str = Field(description="the number format that won")
+    weights_digest: str = Field(description="SHA-256 of the weights in that format")
     engine_version: str
-    deployment: dict[str, Any]
+    deployment: dict[str, Any] = Field(description="what is served, as a deployment.yaml")
     reference: dict[str, Any] = Field(default_factory=dict, description="the deployment that answers are held against")
-    settings: Settings
+    settings: Settings = Field(description="by lever")
     promise: Promised
-    workload: Workload
+    workload: Workload = Field(description="the traffic that it was proven with")
     validity: dict[str, Range] = Field(description="of the traffic in which it was proven")
     usd_per_h: float
     usd_per_1m_tokens: float
     against: tuple[Against, ...] = Field(default=(), description="each engine's defaults")
     waterfall: tuple[Against, ...] = Field(default=(), description="the recipe with one lever turned back each")
-    command: str
+    command: str = Field(description="starts the same engine without Powerband")
     evidence: dict[str, str] = Field(default_factory=dict, description="SHA-256 of each file of the study")
-    provenance: dict[str, Any] = Field(default_factory=dict)
+    provenance: dict[str, Any] = Field(default_factory=dict, description="machine, versions, date")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from powerband.core.recipe import Recipe
+from powerband.core.recipe import MUCH_LESS, Recipe
 from powerband.engines import rules
 from powerband.export.container import text
 
-_MUCH_LESS = 0.8  # of what the recipe was proven with
+_LESS = {"prefix_hits_tokens": "PrefixHitsBelowRecipe", "spec_accepted_tokens": "AcceptanceBelowRecipe"}
 _GROWING = ("tokens", "preemptions")  # gauges that are named so only grow
 
 
@@ -37,16 +37,10 @@ def files(recipe: Recipe) -> dict[str, str]:
             )
             said = f"first tokens come later than {limit:g} s more often than the error budget allows"
             found.append(_rule(name, f"{late} > {min(burn * (1 - share), 0.9):.3g}", lasting, severity, said))
-    for name, part, whole, proven in (
-        ("PrefixHitsBelowRecipe", "prefix_hits", "prefix_queries", recipe.promise.prefix_hit_share),
-        ("AcceptanceBelowRecipe", "spec_accepted", "spec_drafted", recipe.promise.spec_accepted_share),
-    ):
-        if proven:
-            share_now = (
-                f"sum(rate(powerband_{part}_tokens_total[15m])) / sum(rate(powerband_{whole}_tokens_total[15m]))"
-            )
-            said = f"{{{{ $value | humanizePercentage }}}}, the recipe was proven with {proven:.0%}"
-            found.append(_rule(name, f"{share_now} < {_MUCH_LESS * proven:.3g}", "15m", "ticket", said))
+    for part, whole, proven in recipe.promise.shares():
+        share_now = f"sum(rate(powerband_{part}_total[15m])) / sum(rate(powerband_{whole}_total[15m]))"
+        said = f"{{{{ $value | humanizePercentage }}}}, the recipe was proven with {proven:.0%}"
+        found.append(_rule(_LESS[part], f"{share_now} < {MUCH_LESS * proven:.3g}", "15m", "ticket", said))
     return {"alerts.yaml": text({"groups": [{"name": "powerband", "rules": found}]})}
 
 

@@ -148,6 +148,12 @@ async def launch(
             return
 
 
+def attach(prepared: Prepared, url: str, *, directory: Path) -> Replica:
+    """Return a replica that somebody else runs; it goes on running afterwards."""
+    engine, deployment = prepared.engine, prepared.deployment
+    return Replica(deployment=deployment, engine=engine, command=None, url=url, port=None, directory=directory)
+
+
 def _port(prepared: Prepared) -> contextlib.AbstractContextManager[ports.Port | None]:
     if prepared.engine.attaches:
         return contextlib.nullcontext()

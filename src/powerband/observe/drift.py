@@ -39,18 +39,22 @@ class Sums:
     alarm: float
     up: float = 0.0
     down: float = 0.0
-    up_since: float = 0.0
-    down_since: float = 0.0
+    up_since: float | None = None
+    down_since: float | None = None
 
     def add(self, score: float, at_s: float) -> str:
         """Return 'higher' or 'lower' where it is beyond doubt, else nothing."""
         score = max(-_FAR, min(_FAR, score))
-        if (up := self.up + score - _LEAN) <= 0:
+        if (up := self.up + score - _LEAN) <= 0 or self.up_since is None:
             self.up_since = at_s
-        if (down := self.down - score - _LEAN) <= 0:
+        if (down := self.down - score - _LEAN) <= 0 or self.down_since is None:
             self.down_since = at_s
         self.up, self.down = max(0.0, up), max(0.0, down)
         return "higher" if self.up > self.alarm else "lower" if self.down > self.alarm else ""
+
+    def since(self, side: str) -> float:
+        """Return when a sum began to grow."""
+        return (self.up_since if side == "higher" else self.down_since) or 0.0
 
 
 @dataclass(frozen=True)
@@ -109,8 +113,7 @@ class Drift:
         found = []
         for axis, sums in self._sums.items():
             if side := sums.add(self._scores[axis].score(getattr(row, axis)), row.at_s):
-                since = sums.up_since if side == "higher" else sums.down_since
-                found.append(Alarm(axis, side, since, self.seen))
+                found.append(Alarm(axis, side, sums.since(side), self.seen))
                 self._sums[axis] = Sums(_ALARM)
         return found + self._arrived(row) if row.turns <= self._opening else found
 
@@ -126,7 +129,7 @@ class Drift:
         if not (side := sums.add(score, row.at_s)):
             return []
         self._burst_sums = Sums(_WINDOW_ALARM)
-        return [Alarm("burstiness", side, sums.up_since if side == "higher" else sums.down_since, self.seen)]
+        return [Alarm("burstiness", side, sums.since(side), self.seen)]
 
 
 def burstiness(gaps: Iterable[float]) -> float:

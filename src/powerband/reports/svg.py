@@ -54,8 +54,7 @@ class Chart:
             at = self._y(y)
             self.marks.append(
                 f'<line class="limit" x1="{_LEFT}" x2="{self.width - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
-                f'<text class="limit-text" x="{self.width - _RIGHT - 4}" y="{at - 5:.1f}" text-anchor="end">'
-                f"{escape(text)}</text>"
+                f'<text class="limit-text" x="{_LEFT + 4}" y="{at - 5:.1f}">{escape(text)}</text>'
             )
 
     def upright(self, x: float, text: str) -> None:

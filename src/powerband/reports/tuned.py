@@ -119,12 +119,10 @@ def _pareto(study: Study) -> str:
     far = 1.1 * max(most, limit.limit if limit else 0.0)
     high = 1.1 * max(one.value for one in points)
     spans = (-0.03 * far, far), (0.0, high)
-    title, x_label, y_label = (
-        "What a dollar buys, and its quality",
-        "KL divergence from the reference",
-        "requests for a dollar",
-    )
-    chart = Chart(title, x_label, y_label, *spans, y_text=lambda value: f"{value / 1000:g}k")
+    labels = ("What a dollar buys", "KL divergence from the reference", "requests for a dollar")
+    chart = Chart(*labels, *spans, y_text=lambda value: f"{value / 1000:g}k")
+    for name, css in (("keeps both promises", _COLOURS[0]), ("does not", _COLOURS[1])):
+        chart.legend.append((name, css))
     for one in points:
         css = _COLOURS[0] if one.outcome == "kept" else _COLOURS[1]
         said = f"{', '.join(one.settings.values())}: {one.outcome} {one.reason}"

@@ -11,7 +11,9 @@ def seconds(value: float) -> str:
         return f"{value:.0f} s"
     if value >= 1:
         return f"{value:.2f} s"
-    return f"{value * 1e3:.3g} ms" if value >= 0.001 else f"{value * 1e6:.0f} us"
+    if value >= 0.001:
+        return f"{value * 1e3:.3g} ms"
+    return f"{value * 1e6:.0f} us" if value else "0"
 
 
 def ranged(estimate: Interval) -> str:

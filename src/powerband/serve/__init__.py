@@ -74,12 +74,22 @@ async def fleet(
     folder: Path | None = None,
     cluster: str = "",
     capture: bool = False,
+    capture_text: bool = False,
 ) -> AsyncIterator[Fleet]:
     """Run a fleet. Its supervisor is run again whenever it dies; all that it had started is gone by then."""
     envoy.program()  # refuse before anything starts
     folder = folder or runs.new_run("serve")
     with ports.reserve(host, port) as own, ports.reserve("127.0.0.1") as admin:
-        order = Order(parts, host, own.number, admin.number, tenants, cluster=cluster, capture=capture)
+        order = Order(
+            parts,
+            host,
+            own.number,
+            admin.number,
+            tenants,
+            cluster=cluster,
+            capture=capture or capture_text,
+            capture_text=capture_text,
+        )
         order.write(folder)
         running = Fleet(order, folder)
         command = Command(argv=(sys.executable, "-m", "powerband.serve.supervisor", str(folder)))

@@ -59,6 +59,13 @@ class Ended:
     last_s: float | None = None  # and to the last
     total_s: float | None = None
 
+    @property
+    def pace_s(self) -> float | None:
+        """Return the time between two tokens, on average; None where there are not two."""
+        if self.first_s is None or self.last_s is None or self.output_tokens < 2:
+            return None
+        return (self.last_s - self.first_s) / (self.output_tokens - 1)
+
 
 @dataclass
 class Desk:
@@ -69,6 +76,7 @@ class Desk:
     clock: Callable[[], float] = time.monotonic
     on_end: Callable[[Case, Ended], None] = lambda *_: None
     noting: bool = False  # what the traffic looks like
+    noting_text: bool = False
     pools: dict[str, Pool] = field(default_factory=dict)
     cases: dict[str, Case] = field(default_factory=dict)
     refusals: dict[str, int] = field(default_factory=dict)
@@ -78,10 +86,13 @@ class Desk:
         self.door = Door(self.tenants)
         for name, part in self.parts.items():
             self.pools[name] = Pool(part.usual, rate_per_s=part.rate_per_s, routing=part.routing)
-        self._names = {
-            said: name for name, part in self.parts.items() for said in (name, *part.aliases, *part.adapters)
-        }
         self._by_ticket: dict[Ticket, Case] = {}
+        self.serve(self.parts)
+
+    def serve(self, parts: dict[str, Part]) -> None:
+        """Take what is promised and charged now; a recipe may have come in the place of another."""
+        self.parts = parts
+        self._names = {said: name for name, part in parts.items() for said in (name, *part.aliases, *part.adapters)}
 
     def backends(self, wanted: Mapping[str, list[dict[str, Any]]], shares: Mapping[str, float]) -> None:
         """Take the replicas as they are now, and the share of requests that goes to a recipe on trial."""
@@ -155,6 +166,7 @@ class Desk:
                     output_tokens=usual if asked.most_tokens is None else min(asked.most_tokens, usual),
                     blocks=blocks,
                     fine=fine,
+                    messages=asked.messages if self.noting_text else (),
                     priority=priority,
                     patience_s=patience_s,
                     adapter=asked.model if asked.model in model.adapters else "",

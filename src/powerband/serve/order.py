@@ -43,6 +43,7 @@ class Part:
     routing: Routing = "prefix"
     fallback: str = ""
     most_replicas: int | None = None
+    warm: int = 0  # replicas that are started and asked nothing
     start_s: float = 10.0
     ttft_s: float | None = None  # that is promised
     path: str = ""  # of the recipe
@@ -85,6 +86,7 @@ class Order:
     threads: int = 1  # of Envoy
     cluster: str = ""  # of Ray, whose nodes hold the replicas; none: this machine does
     capture: bool = False  # note what the traffic looks like
+    capture_text: bool = False  # and what was asked, with addresses, numbers and keys blotted out
 
     def write(self, folder: Path) -> None:
         """Keep it where the supervisor finds it."""
@@ -156,6 +158,7 @@ def _part(name: str, served: Served, path: Path) -> Part:
         routing=served.routing,
         fallback=served.fallback,
         most_replicas=served.most_replicas,
+        warm=served.warm,
         **proven,
     )
 

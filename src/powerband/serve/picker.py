@@ -23,11 +23,12 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as wire
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc
 from envoy.type.v3 import http_status_pb2
 
+from powerband import __version__
 from powerband.core.fleet import Tenants
 from powerband.errors import PowerbandError
-from powerband.serve import envoy, requests, traces
+from powerband.serve import envoy, openapi, requests, traces
 from powerband.serve.desk import Case, Desk, Ended, Sent
-from powerband.serve.order import Order
+from powerband.serve.order import Order, Part
 from powerband.serve.requests import Refused
 from powerband.serve.traces import Traces
 from powerband.serve.watch import Watch
@@ -78,6 +79,8 @@ class Picker(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grpc
             return _immediately(200, b'{"status": "ok"}')
         if path == "/metrics":
             return _immediately(200, self.watch.exposition(self.desk), kind="text/plain; version=0.0.4")
+        if path == "/openapi.json":
+            return _immediately(200, json.dumps(openapi.document(version=__version__)).encode())
         if path == "/v1/models":
             tenant = self.desk.door.known(headers.get("authorization", ""))
             data = [{"id": name, "object": "model", "owned_by": "powerband"} for name in self.desk.models(tenant)]
@@ -183,6 +186,7 @@ async def _control(desk: Desk, watch: Watch, reader: asyncio.StreamReader, write
         while line := await reader.readline():
             told = json.loads(line)
             if "backends" in told:
+                desk.serve({name: Part.of(part) for name, part in told["parts"].items()})
                 desk.backends(told["backends"], told["shares"])
             if "replicas" in told:
                 watch.told = told
@@ -205,7 +209,7 @@ async def _main(folder: Path) -> None:
         if tracing:
             tracing.ended(case, ended)
 
-    desk = Desk(order.parts, tenants, on_end=on_end, noting=order.capture)
+    desk = Desk(order.parts, tenants, on_end=on_end, noting=order.capture, noting_text=order.capture_text)
     for name in ("picker.sock", "control.sock"):
         (folder / name).unlink(missing_ok=True)
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", 16 * 2**20)])

@@ -29,6 +29,7 @@ class Ask:
     output_tokens: float  # expected
     blocks: tuple[int, ...] = ()
     fine: tuple[int, ...] = ()  # smaller ones, where traffic is noted
+    messages: tuple[tuple[str, str], ...] = ()  # who said what, where even that is noted
     priority: int = 1  # the lowest number goes first
     patience_s: float = math.inf  # how long it may wait for its first token
     adapter: str = ""

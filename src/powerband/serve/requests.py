@@ -28,11 +28,15 @@ class Refused(Exception):
         return json.dumps({"error": error}).encode()
 
 
+Messages = tuple[tuple[str, str], ...]  # who said what
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What a body asks for."""
 
     model: str
+    messages: Messages
     text: str
     most_tokens: int | None
     turns: int
@@ -52,12 +56,17 @@ def read(body: bytes) -> Request:
     most = data.get("max_completion_tokens", data.get("max_tokens"))
     if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
         raise Refused(400, "'max_tokens' is not a whole number", code="invalid_max_tokens")
-    text = _chat(data["messages"]) if "messages" in data else _prompt(data.get("prompt"))
-    turns = sum(one["role"] == "user" for one in data.get("messages", ())) or 1
-    return Request(model=model, text=text, most_tokens=most, turns=turns)
+    if "messages" in data:
+        messages = _chat(data["messages"])
+        text = "".join(said(*one) for one in messages)
+    else:
+        text = _prompt(data.get("prompt"))
+        messages = (("user", text),)
+    turns = sum(role == "user" for role, _ in messages) or 1
+    return Request(model=model, messages=messages, text=text, most_tokens=most, turns=turns)
 
 
-def _chat(messages: Any) -> str:
+def _chat(messages: Any) -> Messages:
     if not isinstance(messages, list) or not messages:
         raise Refused(400, "'messages' is not a list of messages", code="invalid_messages")
     parts = []
@@ -67,8 +76,8 @@ def _chat(messages: Any) -> str:
         content = one.get("content")
         if isinstance(content, list):  # of parts; what is no text does not count
             content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-        parts.append(said(one["role"], content if isinstance(content, str) else ""))
-    return "".join(parts)
+        parts.append((one["role"], content if isinstance(content, str) else ""))
+    return tuple(parts)
 
 
 def _prompt(prompt: Any) -> str:

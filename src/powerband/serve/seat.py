@@ -26,6 +26,7 @@ class Seat:
         self.afar, self.on_change = afar, on_change
         self.replica: place.Taken | None = None
         self.draining = False
+        self.warm = False  # started, and asked nothing
         self.starts = 0
         self.start_s: float | None = None
         self.problem = ""
@@ -95,13 +96,18 @@ class Seat:
         self._stopping.set()
         await self._empty.wait()
 
+    def _state(self) -> str:
+        if self.draining:
+            return "draining"
+        return "starting" if not self.replica else "warm" if self.warm else "ready"
+
     def status(self) -> dict[str, Any]:
         """Return how it is."""
         return {
             "name": self.name,
             "model": self.pool,
             "recipe": self.part.recipe,
-            "state": "draining" if self.draining else "ready" if self.replica else "starting",
+            "state": self._state(),
             "address": self.address,
             "engine": self.replica.engine if self.replica else None,
             "pid": self.replica.pid if self.replica else None,

@@ -60,6 +60,7 @@ class Supervisor:
         for name, part in self.order.parts.items():
             for _ in range(part.replicas):
                 self._add(name, part)
+            self._balance(name, part.replicas)
         helpers = [
             asyncio.create_task(self._keep("picker", self._picker_command(), self._talk)),
             asyncio.create_task(self._keep("envoy", self._envoy_command())),
@@ -91,10 +92,11 @@ class Supervisor:
     def _write_endpoints(self, addresses: set[str]) -> None:
         runs.keep(self.folder / "endpoints" / "replicas.json", envoy.endpoints(addresses))
 
-    def _add(self, name: str, part: Part) -> None:
+    def _add(self, name: str, part: Part, *, warm: bool = False) -> None:
         self._numbers[name] += 1
         number, afar = self._numbers[name], bool(self.order.cluster)
         seat = Seat(f"{name}-{number}", name, part, self.folder, afar=afar, on_change=self.changed.set)
+        seat.warm = warm
         self.seats[seat.name] = seat
         self._spawn(seat.run())
 
@@ -155,13 +157,17 @@ class Supervisor:
                         "name": seat.name,
                         "address": seat.address,
                         "most": seat.part.in_flight,
-                        "ready": not seat.draining,
+                        "ready": not seat.draining and not seat.warm,
                         "recipe": seat.part.recipe,
                         "canary": seat.pool in self._on_trial and seat.part is self._on_trial[seat.pool][0],
                     }
                 )
-        shares = {name: share for name, (_, share) in self._on_trial.items()}
-        self._picker.write(json.dumps({"backends": backends, "shares": shares}).encode() + b"\n")
+        told = {
+            "parts": {name: dataclasses.asdict(part) for name, part in self.order.parts.items()},
+            "backends": backends,
+            "shares": {name: share for name, (_, share) in self._on_trial.items()},
+        }
+        self._picker.write(json.dumps(told).encode() + b"\n")
 
     async def _keep(self, name: str, command: Command, use: Callable[[], Awaitable[None]] | None = None) -> None:
         await keep(command, log=self.folder / f"{name}.log", longest_pause_s=2.0, use=use)
@@ -194,7 +200,8 @@ class Supervisor:
         while True:
             await asyncio.gather(*(seat.read_gauges() for seat in list(self.seats.values())))
             if self._picker:
-                wanted = {name: sum(seat.pool == name for seat in self.seats.values()) for name in self.order.parts}
+                used = [seat.pool for seat in self.seats.values() if not seat.warm]
+                wanted = {name: used.count(name) for name in self.order.parts}
                 told = {"replicas": [seat.status() for seat in self.seats.values()], "wanted": wanted}
                 self._picker.write(json.dumps(told).encode() + b"\n")
             await asyncio.sleep(_GAUGES_S)
@@ -244,6 +251,8 @@ class Supervisor:
                 await asyncio.sleep(_TICK_S)
             self.order = self.order.with_part(part)
             self.order.write(self.folder)
+            if name in self._scalers:
+                self._scalers[name].policy = part.policy()
         await asyncio.gather(*(self._retire(one) for one in others))
         return {"serving": self.order.parts[name].recipe}
 
@@ -251,34 +260,62 @@ class Supervisor:
         """Scale, reload keys, and say how things are."""
         keys = _changed_at(self.order.tenants)
         while True:
-            for name, scaler in self._scalers.items():
-                self._scale(name, scaler)
+            for name, part in self.order.parts.items():
+                if name not in self._on_trial:
+                    self._balance(name, self._wanted(name) if part.scales else part.replicas)
             if (now := _changed_at(self.order.tenants)) != keys and self._picker:
                 keys = now
                 self._picker.write(json.dumps({"tenants": self.order.tenants}).encode() + b"\n")
             runs.keep(self.folder / "status.json", json.dumps(self.status()))
             await asyncio.sleep(_TICK_S)
 
-    def _scale(self, name: str, scaler: Scaler) -> None:
-        part, pool = self.order.parts[name], self.summary.get("pools", {}).get(name)
-        seats = [one for one in self.seats.values() if one.pool == name and not one.draining]
-        if pool is None or name in self._on_trial:
-            return
-        if starts := [one.start_s for one in seats if one.start_s]:
+    def _wanted(self, name: str) -> int:
+        """Return how many replicas should be in use."""
+        scaler, pool = self._scalers[name], self.summary.get("pools", {}).get(name)
+        used, warm = self._own(name)
+        if pool is None:
+            return len(used)
+        if any(one.address for one in warm):
+            scaler.policy = dataclasses.replace(scaler.policy, start_s=_TICK_S)
+        elif starts := [one.start_s for one in used if one.start_s]:
             scaler.policy = dataclasses.replace(scaler.policy, start_s=max(starts))  # as it was measured here
         seen = Seen(
             at_s=time.monotonic(),
-            ready=sum(one.address is not None for one in seats),
-            starting=sum(one.address is None for one in seats),
+            ready=sum(one.address is not None for one in used),
+            starting=sum(one.address is None for one in used),
             waiting=pool["depth"],
             running=sum(pool["running"].values()),
             arrived=pool["arrived"],
         )
-        wanted = scaler.wanted(seen)
-        for _ in range(wanted - len(seats)):
+        return scaler.wanted(seen)
+
+    def _own(self, name: str) -> tuple[list[Seat], list[Seat]]:
+        """Return the seats of a model's recipe: those in use, and the warm ones."""
+        own = [one for one in self.seats.values() if one.part is self.order.parts[name] and not one.draining]
+        return [one for one in own if not one.warm], [one for one in own if one.warm]
+
+    def _balance(self, name: str, wanted: int) -> None:
+        """Have so many replicas in use, and the warm ones beside them; one of these takes the place of a dead one."""
+        part = self.order.parts[name]
+        used, warm = self._own(name)
+        missing = max(0, wanted - sum(one.address is not None for one in used))
+        for seat in [one for one in warm if one.address][:missing]:
+            seat.warm = False
+            self.changed.set()
+        used, warm = self._own(name)
+        for _ in range(wanted - len(used)):
             self._add(name, part)
-        idlest = sorted(seats, key=lambda one: (one.address is not None, self._running(one)))
-        for seat in idlest[: max(0, len(seats) - wanted)]:
+        room = min(part.warm, max(0, (part.most_replicas or wanted + part.warm) - wanted)) - len(warm)
+        idlest = sorted(used, key=lambda one: (one.address is not None, self._running(one)))
+        for seat in idlest[: max(0, len(used) - wanted)]:
+            if room > 0:
+                seat.warm, room = True, room - 1
+                self.changed.set()
+            else:
+                self._spawn(self._retire(seat))
+        for _ in range(room):
+            self._add(name, part, warm=True)
+        for seat in warm[: max(0, -room)]:
             self._spawn(self._retire(seat))
 
     def status(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from powerband.core.beginnings import CHARACTERS_PER_TOKEN
 from powerband.core.fleet import CLASSES
 from powerband.serve.desk import Case, Desk, Ended
+from powerband.serve.redaction import redacted
 from powerband.serve.requests import Refused
 
 _PER_DECADE = 16  # so a quantile that is read from a histogram is off by some per cent at most
@@ -53,14 +54,19 @@ class Watch:
         self.e2e = histogram("powerband_e2e_seconds", "from arrival to the end")
         self.written = Counter("powerband_output_tokens", "tokens written", ["model"], registry=self.registry)
         self.read = Counter("powerband_prompt_tokens", "tokens read", ["model"], registry=self.registry)
-        self.late = Counter("powerband_ttft_late", "first tokens by the SLO", ["model", "late"], registry=self.registry)
-        self.refusals = Counter("powerband_refusals", "answers of the picker itself", ["code"], registry=self.registry)
+        self.late = Counter(
+            "powerband_ttft_late",
+            "first tokens, beyond the SLO or within it",
+            ["model", "late"],
+            registry=self.registry,
+        )
+        self.refusals = Counter("powerband_refusals", "requests refused, by why", ["code"], registry=self.registry)
         self.overflows = Gauge("powerband_overflows", "requests that a fallback took", registry=self.registry)
         self.depth = Gauge("powerband_queue_depth", "requests that wait", ["model"], registry=self.registry)
         self.running = Gauge(
             "powerband_running", "requests being answered", ["model", "replica"], registry=self.registry
         )
-        self.ready = Gauge("powerband_replicas_ready", "that answer", ["model"], registry=self.registry)
+        self.ready = Gauge("powerband_replicas_ready", "replicas that answer", ["model"], registry=self.registry)
         self.cost = Gauge("powerband_tenant_usd", "what a tenant's tokens cost", ["tenant"], registry=self.registry)
         self.registry.register(self)
         self.told: Mapping[str, Any] = {}  # by the supervisor: of the replicas
@@ -89,20 +95,20 @@ class Watch:
             self.ttft.labels(*whose).observe(ended.first_s)
             if model.ttft_s is not None:
                 self.late.labels(model.name, "yes" if ended.first_s > model.ttft_s else "no").inc()
-            if ended.last_s is not None and ended.output_tokens > 1:
-                self.tpot.labels(*whose).observe((ended.last_s - ended.first_s) / (ended.output_tokens - 1))
+            if ended.pace_s is not None:
+                self.tpot.labels(*whose).observe(ended.pace_s)
         if ended.total_s is not None:
             self.e2e.labels(*whose).observe(ended.total_s)
         self.written.labels(model.name).inc(ended.output_tokens)
         self.read.labels(model.name).inc(ended.prompt_tokens or ticket.ask.prompt_tokens)
 
     def _note(self, case: Case, ended: Ended) -> None:
-        """Write down when a request came, how long it was, and what it began with, but not what it said."""
+        """Write down when a request came, how long it was and what it began with; its words only where asked for."""
         if self._notes is None or len(self._ids) > _MOST_IDS:
             return
         ask = case.ticket.ask
         came = time.time() - (time.monotonic() - case.ticket.came_s)
-        row = {
+        row: dict[str, Any] = {
             "timestamp": round(came * 1000),
             "input_length": ended.prompt_tokens or round(ask.prompt_tokens),
             "output_length": ended.output_tokens,
@@ -110,8 +116,13 @@ class Watch:
             "characters": round(ask.prompt_tokens * CHARACTERS_PER_TOKEN),
             "turns": ask.turns,
             "model": case.model.name,
+            "recipe": case.model.recipe,
             "ttft_s": ended.first_s,
+            "tpot_s": ended.pace_s,
+            "e2e_s": ended.total_s,
         }
+        if ask.messages:
+            row["messages"] = [{"role": role, "content": redacted(content)} for role, content in ask.messages]
         self._notes.write(json.dumps(row) + "\n")
 
     def collect(self) -> Any:
@@ -123,14 +134,16 @@ class Watch:
                 if (value := one["gauges"].get(gauge)) is not None:
                     family.add_metric([one["model"], one["name"]], value)
             yield family
-        starts = CounterMetricFamily("powerband_replica_starts", "how often", labels=["model", "replica"])
-        took = GaugeMetricFamily("powerband_replica_startup_seconds", "of the last", labels=["model", "replica"])
+        starts = CounterMetricFamily(
+            "powerband_replica_starts", "how often it was started", labels=["model", "replica"]
+        )
+        took = GaugeMetricFamily("powerband_replica_startup_seconds", "of the last start", labels=["model", "replica"])
         for one in replicas:
             starts.add_metric([one["model"], one["name"]], one["starts"])
             if one["start_s"] is not None:
                 took.add_metric([one["model"], one["name"]], one["start_s"])
         yield from (starts, took)
-        wanted = GaugeMetricFamily("powerband_replicas_wanted", "that should answer", labels=["model"])
+        wanted = GaugeMetricFamily("powerband_replicas_wanted", "replicas that should answer", labels=["model"])
         for model, count in self.told.get("wanted", {}).items():
             wanted.add_metric([model], count)
         yield wanted
