@@ -49,6 +49,7 @@ class Order:
     amount: Amount = field(default_factory=Amount)
     base: Path | None = None  # of the workload's own paths
     blocks: int = 1
+    hopeless: bool = False  # a level that cannot keep the SLO is given up early; a climb always does so
     limit: int = 0
     senders: int = 1
     price_per_h: float | None = None
@@ -151,7 +152,7 @@ async def _steps(own: Bench, order: Order) -> profiles.Steps:
     workload = order.workload
     if workload.rate_per_s is None and not prompts.users(workload):  # a trace at its own speed
         workload = workload.at_rate(prompts.recorded_rate(workload, base=order.base))
-    return profiles.one_level(workload, order.slo, order.amount, blocks=order.blocks)
+    return profiles.one_level(workload, order.slo, order.amount, blocks=order.blocks, hopeless=order.hopeless)
 
 
 async def _first_guess(own: Bench, workload: Workload) -> float:

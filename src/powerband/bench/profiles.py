@@ -65,10 +65,12 @@ def enough(slo: SLO | None) -> int:
 Steps = Generator[tuple[Plan, bool], Level, None]  # the plan; whether it is another block of the last level
 
 
-def one_level(workload: Workload, slo: SLO | None, amount: Amount, *, blocks: int) -> Steps:
-    """Hold the workload's own load."""
+def one_level(workload: Workload, slo: SLO | None, amount: Amount, *, blocks: int, hopeless: bool = False) -> Steps:
+    """Hold the workload's own load; where it is hopeless, no longer than it takes to see that."""
     for block in range(blocks):
-        yield amount.plan(workload, slo, block=block), block > 0
+        level = yield amount.plan(workload, slo, block=block, hopeless=hopeless), block > 0
+        if level.stopped_early:
+            return
 
 
 def sweep(workload: Workload, slo: SLO | None, amount: Amount, *, rates: Sequence[float], blocks: int) -> Steps:

@@ -162,7 +162,7 @@ class Rig:
     async def hold(self, replica: Replica, prepared: Prepared, folder: Path, *, rate_per_s: float, seed: int) -> Level:
         """Hold one rate, twice as long as a percentile needs."""
         workload = self.workload.with_seed(seed).at_rate(rate_per_s)
-        found = await self._bench(replica, prepared, folder, workload, "level", blocks=2)
+        found = await self._bench(replica, prepared, folder, workload, "level", blocks=2, hopeless=True)
         return found.levels[-1]
 
     async def crowd(self, replica: Replica, prepared: Prepared, folder: Path, *, users: int, requests: int) -> Level:
