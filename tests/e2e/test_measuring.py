@@ -1,10 +1,10 @@
-"""`bench` on real engines: the engine's word beside the client's, and the guards that need an engine."""
+"""`bench` on real engines: the engine's word beside the client's; proofs/bench-guards has the guards that need one."""
 
 from pathlib import Path
 
 import pytest
 
-from support import faults, models, real_faults
+from support import faults, models
 
 SHORT = """\
 powerband: workload/1
@@ -56,15 +56,3 @@ def test_llamacpp_and_the_client_agree_on_the_first_token(tmp_path: Path) -> Non
     )
     (ttft,) = [one for one in outcome.measurement["levels"][0]["agreements"] if "TTFT" in one["what"]]
     assert ttft["client"] == pytest.approx(ttft["engine"], rel=0.10), "a shared machine; the proof holds it to 3 %"
-
-
-@pytest.mark.vllm
-async def test_a_warm_cache_is_refused() -> None:
-    outcome = await real_faults.same_traffic_twice()
-    assert "repeated prompts" in outcome.refused and outcome.exit_code == 3, outcome.stderr
-
-
-@pytest.mark.vllm
-async def test_preemptions_are_refused() -> None:
-    outcome = await real_faults.tiny_kv_cache()
-    assert "preemptions" in outcome.refused and outcome.exit_code == 3, outcome.stderr
