@@ -84,6 +84,12 @@ async def test_changed_traffic_is_tuned_for_while_nobody_asks(folder: Path, tmp_
                 answer = await http.post(f"{fleet.url}/v1/chat/completions", json={**chat, "max_tokens": 12})
                 assert answer.status_code == 200, answer.text
 
+        async def verdict(said: asyncio.StreamReader) -> dict[str, object]:
+            while "promoted" not in (told := json.loads(await said.readline())):
+                if "error" in told:  # a busy machine; with as many requests again it is tried again
+                    await ask(200)
+            return dict(told)
+
         await ask(150)
         words = ["observe", str(tmp_path), "--auto", "--json", "--every", "1s", "--idle", "2s"]
         argv = [sys.executable, "-m", "powerband", *words, "--budget", "60s", "--requests", "20"]
@@ -92,17 +98,16 @@ async def test_changed_traffic_is_tuned_for_while_nobody_asks(folder: Path, tmp_
             assert process.stdout
             found = json.loads(await process.stdout.readline())
             assert found["found"] == "drifted" and {one["axis"] for one in found["drifted"]} >= {"prompt", "output"}
-            reading = asyncio.create_task(process.stdout.readline())
-            while len({one["recipe"] for one in fleet.status()["replicas"]}) < 2:  # nobody asks, so it tunes
-                await asyncio.wait([reading], timeout=0.5)
-                assert not reading.done(), reading.result()
-            while not reading.done():
-                await ask(1)
-            verdict = json.loads(await reading)
-            assert verdict["promoted"], verdict
+            mended = asyncio.create_task(verdict(process.stdout))
+            while not mended.done():
+                if len({one["recipe"] for one in fleet.status()["replicas"]}) > 1:
+                    await ask(1)
+                else:  # nobody asks, so it tunes
+                    await asyncio.wait([mended], timeout=0.5)
+            assert mended.result()["promoted"], mended.result()
         finally:
             process.kill()
             await process.wait()
-        study = next(tmp_path.glob("*-retune"))
+        study = max(tmp_path.glob("*-retune"))
         workload = documents.of(Recipe, study / "recipe.yaml").workload
         assert workload.name == "captured"
