@@ -96,6 +96,24 @@ async def test_a_warm_replica_takes_the_place_of_a_dead_one(tmp_path: Path) -> N
         assert await states("ready", "warm") == {"ready": before["warm"], "warm": before["ready"]}
 
 
+async def test_crowds_that_leave_in_the_middle_leave_no_place_taken(tmp_path: Path) -> None:
+    path = fleets.write(tmp_path, models={"golden": {"replicas": 1, "in_flight": 4}}, ttft_s=0.05, itl_s=0.02)
+    async with fleets.running(path) as (fleet, http):
+        for _ in range(3):
+            tasks = [asyncio.create_task(fleets.events(http, max_tokens=200)) for _ in range(24)]
+            await asyncio.sleep(0.7)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for _ in range(50):
+            pool = fleet.status()["pools"]["golden"]
+            if not pool["running"]["golden-1"] and not pool["depth"]:
+                break
+            await asyncio.sleep(0.1)
+        assert pool["running"] == {"golden-1": 0} and pool["depth"] == 0
+        assert (await chat(http)).status_code == 200
+
+
 async def test_a_client_cannot_choose_where_it_goes(tmp_path: Path) -> None:
     async with fleets.running(fleets.write(tmp_path)) as (fleet, http):
         inside = f"127.0.0.1:{fleet.order.admin_port}"

@@ -207,13 +207,13 @@ async def test_an_alias_is_renamed_and_an_adapter_is_not() -> None:
     desk = Desk({"m": part(aliases=("gpt",), adapters=("fine",))})
     desk.backends({"m": [backend("a", 9), backend("b", 9)]}, {})
     plain, alias, adapter = [
-        await desk.pick(body(model=name), tenant="anybody", headers={}) for name in ("m", "gpt", "fine")
+        await desk.pick(body(model=name), case=name, tenant="anybody", headers={}) for name in ("m", "gpt", "fine")
     ]
     assert plain.body is None and adapter.body is None
     assert alias.body is not None and json.loads(alias.body)["model"] == "m"
     assert len(plain.addresses) == 3 and plain.addresses[0] == plain.addresses[-1] and plain.recipe == "r"
     with pytest.raises(Refused) as refused:
-        await desk.pick(body(model="other"), tenant="anybody", headers={})
+        await desk.pick(body(model="other"), case="other", tenant="anybody", headers={})
     assert refused.value.status == 404
 
 
@@ -224,12 +224,12 @@ async def test_a_tenant_pays_for_what_it_got() -> None:
     desk.backends({"m": [backend("a", 9)], "n": [backend("b")]}, {})
     assert desk.door.known(f"Bearer {key}") == "me"
     assert list(desk.models("me")) == ["m"]
-    first = await desk.pick(body(), tenant="me", headers={})
+    await desk.pick(body(), case="first", tenant="me", headers={})
     for wanted, status in (("m", 429), ("n", 403)):
         with pytest.raises(Refused) as refused:
-            await desk.pick(body(model=wanted), tenant="me", headers={})
+            await desk.pick(body(model=wanted), case=wanted, tenant="me", headers={})
         assert refused.value.status == status
-    desk.end(first.case, Ended(200, output_tokens=500_000, prompt_tokens=7))
+    desk.end("first", Ended(200, output_tokens=500_000, prompt_tokens=7))
     account = desk.door.account("me")
     assert (account.usd, account.prompt_tokens, account.running, account.refused) == (1.0, 7, 0, 2)
 
@@ -237,12 +237,27 @@ async def test_a_tenant_pays_for_what_it_got() -> None:
 async def test_when_envoy_is_gone_its_places_are_free_again() -> None:
     desk = Desk({"m": part(patience_s=50.0)})
     desk.backends({"m": [backend("a")]}, {})
-    await desk.pick(body(), tenant="anybody", headers={})
-    second = asyncio.create_task(desk.pick(body(), tenant="anybody", headers={}))
+    await desk.pick(body(), case="first", tenant="anybody", headers={})
+    second = asyncio.create_task(desk.pick(body(), case="second", tenant="anybody", headers={}))
     await asyncio.sleep(0)
     desk.abandon()
     assert (await second).replica == "a"
     assert desk.pools["m"].running == 1
+
+
+async def test_who_leaves_the_queue_leaves_no_place_taken() -> None:
+    desk = Desk({"m": part(patience_s=50.0)})
+    desk.backends({"m": [backend("a")]}, {})
+    await desk.pick(body(), case="first", tenant="anybody", headers={})
+    second = asyncio.create_task(desk.pick(body(), case="second", tenant="anybody", headers={}))
+    await asyncio.sleep(0)
+    for _ in range(2):  # Envoy tells of its end, and its stream ends too
+        desk.end("second", Ended(status=0))
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    assert (desk.pools["m"].running, desk.pools["m"].depth, desk.door.account("anybody").running) == (1, 0, 1)
+    desk.end("first", Ended(200, output_tokens=3))
+    assert (desk.pools["m"].running, desk.door.account("anybody").running, desk.cases) == (0, 0, {})
 
 
 @given(st.binary(max_size=300) | st.text(max_size=100).map(str.encode))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -41,7 +40,6 @@ class Case:
 class Sent:
     """Where a request goes."""
 
-    case: str
     addresses: tuple[str, ...]
     replica: str
     recipe: str
@@ -109,7 +107,7 @@ class Desk:
                     known.most, known.ready, known.canary = one["most"], one["ready"], one["canary"]
             self._send(pool)
 
-    async def pick(self, body: bytes, *, tenant: str, headers: Mapping[str, str]) -> Sent:
+    async def pick(self, body: bytes, *, case: str, tenant: str, headers: Mapping[str, str]) -> Sent:
         """Return where a request goes, once there is a place for it; or refuse it."""
         asked = requests.read(body)
         name = self._names.get(asked.model)
@@ -118,31 +116,31 @@ class Desk:
         part, now_s = self.parts[name], self.clock()
         account = self.door.enter(tenant, asked.model if asked.model in part.adapters else name, now_s)
         try:
-            case = self._admitted(asked, part, tenant, account, headers, now_s)
+            own = self._admitted(case, asked, part, tenant, account, headers, now_s)
         except Refused:
             account.running -= 1
             account.refused += 1
             raise
-        self._send(case.pool)
+        self._send(own.pool)
         try:
-            await case.sent
+            await own.sent
         except BaseException:
-            self._drop(case)
+            self._drop(own)
             raise
-        backend = case.ticket.backend
+        backend = own.ticket.backend
         assert backend is not None
-        others = case.pool.others(case.ticket, now_s)
-        renamed = asked.model not in (case.model.name, *case.model.adapters)
+        others = own.pool.others(own.ticket, now_s)
+        renamed = asked.model not in (own.model.name, *own.model.adapters)
         return Sent(
-            case=case.name,
             addresses=(backend.address, *(one.address for one in others), backend.address),
             replica=backend.name,
-            recipe=backend.recipe + (" (overflow)" if case.overflowed else ""),
-            body=_renamed(body, case.model.name) if renamed else None,
+            recipe=backend.recipe + (" (overflow)" if own.overflowed else ""),
+            body=_renamed(body, own.model.name) if renamed else None,
         )
 
     def _admitted(
         self,
+        name: str,
         asked: Request,
         part: Part,
         tenant: str,
@@ -175,7 +173,7 @@ class Desk:
                 ticket = pool.enter(ask, now_s)
                 future = asyncio.get_running_loop().create_future()
                 overflowed, parent = model is not part, headers.get("traceparent", "")
-                case = Case(secrets.token_hex(8), tenant, account, model, ticket, pool, future, overflowed, parent)
+                case = Case(name, tenant, account, model, ticket, pool, future, overflowed, parent)
                 self.cases[case.name] = self._by_ticket[ticket] = case
                 self.overflows += case.overflowed
                 return case
@@ -217,10 +215,15 @@ class Desk:
                     )
 
     def end(self, name: str, ended: Ended) -> None:
-        """An answer is over, or was given up."""
-        case = self.cases.pop(name, None)
+        """An answer is over, or was given up, or nobody waits for it any more."""
+        case = self.cases.get(name)
         if case is None:
             return
+        if case.ticket.backend is None:
+            self._drop(case)
+            case.sent.cancel()
+            return
+        del self.cases[name]
         self._by_ticket.pop(case.ticket, None)
         counted = ended.output_tokens if ended.status == 200 else None
         case.pool.finish(case.ticket, self.clock(), output_tokens=counted)
@@ -239,12 +242,13 @@ class Desk:
 
     def _drop(self, case: Case) -> None:
         """Nobody waits for it any more."""
+        if self.cases.pop(case.name, None) is None:  # as was told before
+            return
         case.pool.leave(case.ticket)
         if case.ticket.backend is not None:  # it was sent on at the same moment
             case.pool.finish(case.ticket, self.clock())
         case.account.running -= 1
         case.account.refused += 1
-        self.cases.pop(case.name, None)
         self._by_ticket.pop(case.ticket, None)
         self._send(case.pool)
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import math
+import secrets
 import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -36,11 +37,6 @@ from powerband.store import documents
 
 _OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 _EXPIRE_S, _TELL_S = 0.02, 0.25
-_GO_ON = wire.ProcessingResponse(
-    request_headers=wire.HeadersResponse(
-        response=wire.CommonResponse(header_mutation=wire.HeaderMutation(remove_headers=(*envoy.OURS, "authorization")))
-    )
-)
 
 
 class Picker(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grpc.AccessLogServiceServicer):  # type: ignore[misc]
@@ -52,7 +48,7 @@ class Picker(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grpc
     async def Process(self, stream: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:  # noqa: N802
         """Answer for one request: go on, go there, or no."""
         headers: Mapping[str, str] = {}
-        tenant = ""
+        tenant, case, delivered = "", secrets.token_hex(8), True
         try:
             async for message in stream:
                 if message.HasField("request_headers"):
@@ -63,13 +59,19 @@ class Picker(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grpc
                         return
                     tenant = self.desk.door.known(headers.get("authorization", ""))
                     _expect_post(path, headers, ended=message.request_headers.end_of_stream)
-                    yield _GO_ON
+                    yield _go_on(case)
                 elif message.HasField("request_body"):
-                    yield _there(await self.desk.pick(message.request_body.body, tenant=tenant, headers=headers))
+                    body = message.request_body.body
+                    sent, delivered = await self.desk.pick(body, case=case, tenant=tenant, headers=headers), False
+                    yield _there(sent)
+                    delivered = True
                     return
         except Refused as no:
             self.watch.refused(no)
             yield _immediately(no.status, no.body, retry_after_s=no.retry_after_s)
+        finally:
+            if not delivered:
+                self.desk.end(case, Ended(status=0))
 
     def _own(self, path: str, headers: Mapping[str, str]) -> Any:
         """Answer what is asked of the fleet itself."""
@@ -118,11 +120,19 @@ def _header(key: str, value: str) -> Any:
     )
 
 
+def _go_on(case: str) -> Any:
+    """Let the body come. The request has its ticket from now on, so that Envoy tells of its end however it ends."""
+    mutation = wire.HeaderMutation(
+        remove_headers=(*envoy.OURS, "authorization"), set_headers=[_header(envoy.TICKET, case)]
+    )
+    response = wire.CommonResponse(header_mutation=mutation)
+    return wire.ProcessingResponse(request_headers=wire.HeadersResponse(response=response))
+
+
 def _there(sent: Sent) -> Any:
     """Name the replica, and those to ask where it does not answer."""
     named = {
         envoy.DESTINATION: ",".join(sent.addresses),
-        envoy.TICKET: sent.case,
         envoy.RECIPE: sent.recipe,
         envoy.REPLICA: sent.replica,
     }

@@ -261,7 +261,7 @@ class Supervisor:
         keys = _changed_at(self.order.tenants)
         while True:
             for name, part in self.order.parts.items():
-                if name not in self._on_trial:
+                if name not in self._on_trial and not self.stopping.is_set():
                     self._balance(name, self._wanted(name) if part.scales else part.replicas)
             if (now := _changed_at(self.order.tenants)) != keys and self._picker:
                 keys = now
