@@ -12,6 +12,7 @@ from powerband import engines
 from powerband.core.deployment import Deployment
 from powerband.core.engine import Installation
 from powerband.core.recipe import Recipe
+from powerband.errors import InputError
 
 PORT = 8000
 _IMAGES = {  # where the engines' own projects publish them
@@ -49,6 +50,8 @@ def container(recipe: Recipe) -> Container:
         variant={**own.variant.model_dump(exclude_none=True), "source": mounted},
         placement={"host": "0.0.0.0"},
     )
+    if own.engine not in _IMAGES:
+        raise InputError(f"there is no image of '{own.engine}'", hint="export it --to command")
     image, program = _IMAGES[own.engine]
     version = recipe.engine_version.partition("+")[0]
     there = Installation(engine=own.engine, version=version, origin="given", program=program)
