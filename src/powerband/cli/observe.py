@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from powerband.observe import Observation
+    from powerband.core.recipe import Recipe
+    from powerband.evaluate.exams import Exam
+    from powerband.observe import Exams, Observation
     from powerband.observe.auto import Terms
     from powerband.rollout import Verdict
 
@@ -26,6 +28,9 @@ def observe(
     probe: Annotated[
         bool, typer.Option("--probe", help="Also hold a replica's answers against the reference.")
     ] = False,
+    task: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=FILE", help="The data of a task that the floor asks for.")
+    ] = None,
     auto: Annotated[
         bool, typer.Option("--auto", help="Keep watching: tune for changed traffic while nobody asks, and roll out.")
     ] = False,
@@ -42,11 +47,15 @@ def observe(
     from powerband.observe.auto import Terms
 
     folder = Path(fleet)
+
+    def exams(recipe: Recipe) -> dict[str, Exam]:
+        return given.exams(task or [], recipe.promise.quality, source=recipe.model, most=200)
+
     if auto:
         terms = Terms(given.seconds(budget), idle_s=given.seconds(idle), requests=requests)
-        _watch(folder, model, terms, every_s=given.seconds(every), json=json)
+        _watch(folder, model, terms, exams, every_s=given.seconds(every), json=json)
         return
-    found = _look(folder, model, probe=probe, json=json)
+    found = _look(folder, model, probe=exams if probe else None, json=json)
     if json:
         _emit(found)
         raise typer.Exit(0 if found.found == "in region" else PromiseBroken.exit_code)
@@ -58,7 +67,7 @@ def observe(
     out().print(f"[bold green]in region[/]  {found.requests} requests are like those that the recipe was proven with")
 
 
-def _look(folder: Path, model: str | None, *, probe: bool = False, json: bool) -> Observation:
+def _look(folder: Path, model: str | None, *, probe: Exams | None = None, json: bool) -> Observation:
     """Hold a fleet against its recipe as it is now."""
     import asyncio
 
@@ -82,7 +91,7 @@ def _emit(found: Observation) -> None:
     emit({"found": found.found, "requests": found.requests, "drifted": axes, "broken": found.broken})
 
 
-def _watch(folder: Path, model: str | None, terms: Terms, *, every_s: float, json: bool) -> None:
+def _watch(folder: Path, model: str | None, terms: Terms, exams: Exams, *, every_s: float, json: bool) -> None:
     """Look again and again; act where it must be, and not again before as much traffic was seen."""
     import asyncio
 
@@ -99,7 +108,7 @@ def _watch(folder: Path, model: str | None, terms: Terms, *, every_s: float, jso
         if since:
             seen = found.requests
             try:
-                verdict = asyncio.run(auto.mend(folder, model, found, since, terms, say=say))
+                verdict = asyncio.run(auto.mend(folder, model, found, since, terms, exams=exams, say=say))
             except PowerbandError as error:
                 say(f"not mended: {error.message}")
                 if json:

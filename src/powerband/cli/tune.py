@@ -76,7 +76,7 @@ def tune(
         workload=given.traffic(workload, rate=None, users=None),
         slo=given.promise(slo or _PROFILES[profile]),
         floor=floor,
-        tasks=given.exams(task or [], floor, source=model, most=200) if floor else {},
+        tasks=given.exams(task or [], floor, source=model, most=200),
         engines=tuple(engine or ()),
         schemes=tuple(scheme or ()),
         budget_s=given.seconds(budget),

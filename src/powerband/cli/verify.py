@@ -51,8 +51,7 @@ def verify(
     if source:
         data["variant"] = {**data["variant"], "source": source}
     recipe = recipe.model_copy(update={"deployment": data})
-    floor = recipe.promise.quality
-    tasks = given.exams(task or [], floor, source=recipe.model, most=200) if floor else {}
+    tasks = given.exams(task or [], recipe.promise.quality, source=recipe.model, most=200)
     folder = given.folder(output) if output else runs.new_run(f"verify-{recipe.name or 'recipe'}")
     console = talk()
     order = stage.Order(recipe, tasks=tasks, engine_path=engine_path, seed=seed)

@@ -15,6 +15,7 @@ from powerband.core.recipe import MUCH_LESS, Recipe
 from powerband.core.statistics import wilson
 from powerband.core.workload import Workload
 from powerband.errors import InputError
+from powerband.evaluate.exams import Exam
 from powerband.load import prompts, tokens
 from powerband.observe.drift import Alarm, Drift, Row
 from powerband.serve import Order, Part
@@ -22,6 +23,7 @@ from powerband.store import documents
 
 Note = dict[str, Any]  # a line of what a fleet noted
 Say = Callable[[str], None]
+Exams = Callable[[Recipe], Mapping[str, Exam]]  # the tasks that a recipe's floor asks for
 
 _PROVEN = 2000  # requests that are drawn to compare with
 _NOW = 500  # the last ones, by which latencies are judged
@@ -57,16 +59,18 @@ class Observation:
         return [*self.broken, *moved]
 
 
-async def look(folder: Path, model: str | None, *, probe: bool = False, say: Say = lambda _: None) -> Observation:
-    """Hold a fleet that runs in a folder against its recipe."""
+async def look(
+    folder: Path, model: str | None, *, probe: Exams | None = None, say: Say = lambda _: None
+) -> Observation:
+    """Hold a fleet that runs in a folder against its recipe; where there are tasks to probe with, its answers too."""
     part = Order.read(folder).part(model)
     recipe = documents.of(Recipe, Path(part.path))
     seats = _seats(folder, part)
     found = observe(recipe, notes(folder, part), [one["gauges"] for one in seats])
     urls = [one["engine"] for one in seats if one["engine"]]
-    if not probe or not urls:
+    if probe is None or not urls:
         return found
-    check = await verify.probe(verify.Order(recipe), urls[0], folder=folder, say=say)
+    check = await verify.probe(verify.Order(recipe, tasks=dict(probe(recipe))), urls[0], folder=folder, say=say)
     if check.found != "broken":
         say(f"answers: {check.found}, {check.said}")
         return found

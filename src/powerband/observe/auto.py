@@ -14,7 +14,7 @@ from pathlib import Path
 from powerband import tune
 from powerband.core.workload import Workload
 from powerband.errors import InputError
-from powerband.observe import Note, Observation, Say
+from powerband.observe import Exams, Note, Observation, Say
 from powerband.observe.capture import capture
 from powerband.rollout import Verdict, rollout
 from powerband.store import documents, runs
@@ -42,7 +42,14 @@ def enough(found: Observation) -> list[Note]:
 
 
 async def mend(
-    fleet: Path, model: str | None, found: Observation, since: Sequence[Note], terms: Terms, *, say: Say
+    fleet: Path,
+    model: str | None,
+    found: Observation,
+    since: Sequence[Note],
+    terms: Terms,
+    *,
+    exams: Exams,
+    say: Say,
 ) -> Verdict:
     """Tune for the traffic as it is now, and roll the answer out."""
     recipe, study = found.recipe, runs.new_run("retune", root=fleet)
@@ -52,6 +59,7 @@ async def mend(
         workload=workload,
         slo=recipe.promise.slo,
         floor=recipe.promise.quality,
+        tasks=exams(recipe),
         engines=tuple({one.settings["engine"]: None for one in recipe.against}) or (recipe.deployment["engine"],),
         budget_s=terms.budget_s,
         usd_per_h=recipe.usd_per_h,
