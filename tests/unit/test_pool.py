@@ -48,6 +48,16 @@ def test_nobody_gets_more_at_once_than_was_proven() -> None:
     assert len(sent(found, 1.0)) == 1 and found.depth == 1
 
 
+def test_the_speed_is_learned_right_from_answers_that_end_together() -> None:
+    found = pool(replicas=1, most=8)
+    for wave in range(20):
+        for _ in range(8):
+            found.enter(Ask(100.0, 25.0), float(wave))
+        for one in sent(found, float(wave)):
+            found.finish(one, wave + 1.0, output_tokens=25)
+    assert found.unit_s == pytest.approx(1 / (8 * 200), rel=0.01)
+
+
 def test_the_first_class_goes_first_and_those_of_a_class_as_they_came() -> None:
     found = pool(replicas=1, most=1)
     running = found.enter(Ask(10, 10), 0.0)

@@ -17,7 +17,7 @@ def top(
     *,
     json: Json = False,
 ) -> None:
-    """Watch a fleet: replicas, queue, KV cache, prefix hits, memory, first tokens, cost. Ctrl-C leaves it alone."""
+    """Watch a fleet: replicas, queue, SLO, cost, KV cache, prefix hits, drafts, memory. Ctrl-C leaves it alone."""
     import json as text
     import time
     from pathlib import Path
@@ -55,17 +55,13 @@ def table(status: dict[str, Any]) -> Table:
     """Return the fleet as it is, a row for each replica."""
     from rich.table import Table
 
-    pools = status.get("pools", {})
-    waiting = sum(pool["depth"] for pool in pools.values())
-    refused, firsts = sum(status.get("refused", {}).values()), _first_tokens(status)
-    said = [f"{status.get('done', 0)} answered", f"{waiting} waiting", f"{refused} refused"]
-    said += [f"{status.get('overflows', 0)} overflowed", *([f"first token p50 {firsts}"] if firsts else [])]
-    said += [f"${sum(one['usd'] for one in status.get('tenants', {}).values()):.4f} of tokens"]
-    found = Table(title=", ".join(said), title_justify="left", box=None, padding=(0, 2))
-    for name in ("replica", "state", "answering", "KV", "prefix hits", "accepted", "memory", "starts", "start-up"):
+    pools, replicas = status.get("pools", {}), status.get("replicas", [])
+    found = Table(title=_title(status), title_justify="left", box=None, padding=(0, 2, 0, 0))
+    found.add_column("replica", overflow="fold")
+    for name in ("state", "busy", "KV\nused", "prefix\nhits", "drafts\ntaken", "memory", "weights\n+ KV", "starts"):
         found.add_column(name)
-    for one in status.get("replicas", []):
-        gauges = one["gauges"]
+    for one in replicas:
+        gauges, promised = one["gauges"], one["promised"]
         found.add_row(
             one["name"],
             one["problem"] or one["state"],
@@ -74,17 +70,39 @@ def table(status: dict[str, Any]) -> Table:
             _share(gauges.get("prefix_hits_tokens"), gauges.get("prefix_queries_tokens")),
             _share(gauges.get("spec_accepted_tokens"), gauges.get("spec_drafted_tokens")),
             _memory(one["pid"]),
-            str(one["starts"]),
-            f"{one['start_s']:.1f} s" if one["start_s"] else "",
+            f"{_size(promised['weights_bytes'])}\n+ {_size(promised['kv_bytes'])}",
+            f"{one['starts']}\n{one['start_s']:.1f} s" if one["start_s"] else str(one["starts"]),
         )
     return found
 
 
-def _first_tokens(status: dict[str, Any]) -> str:
+def _title(status: dict[str, Any]) -> str:
+    """Return what is true of the fleet as a whole."""
     import statistics
 
-    seen = [ttft for held in status.get("recipes", {}).values() for ttft in held["ttft_s"]]
-    return f"{statistics.median(seen) * 1e3:.0f} ms" if seen else ""
+    import psutil
+
+    waiting = sum(pool["depth"] for pool in status.get("pools", {}).values())
+    counts = [f"{status.get('done', 0)} answered", f"{waiting} waiting"]
+    counts += [f"{sum(status.get('refused', {}).values())} refused", f"{status.get('overflows', 0)} overflowed"]
+    replicas, recipes = status.get("replicas", []), status.get("recipes", {})
+    limits = {one["recipe"]: one["promised"]["ttft_s"] for one in replicas}
+    firsts = [(first, limits.get(name)) for name, held in recipes.items() for first in held["ttft_s"]]
+    costs = []
+    if firsts:
+        costs.append(f"first token p50 {statistics.median(first for first, _ in firsts) * 1e3:.0f} ms")
+    if promised := [first <= limit for first, limit in firsts if limit is not None]:
+        costs.append(f"{statistics.fmean(promised):.1%} within the SLO")
+    costs.append(f"${sum(one['promised']['usd_per_h'] for one in replicas):.2f} an hour")
+    costs.append(f"${sum(one['usd'] for one in status.get('tenants', {}).values()):.4f} of tokens")
+    counts.append(f"{_size(psutil.virtual_memory().available)} of memory free")
+    return ", ".join(counts) + "\n" + ", ".join(costs)
+
+
+def _size(count: int | None) -> str:
+    from powerband.core.units import about_bytes
+
+    return about_bytes(count) if count else "?"
 
 
 def _share(part: float | None, whole: float | None) -> str:
@@ -94,10 +112,10 @@ def _share(part: float | None, whole: float | None) -> str:
 def _memory(pid: int | None) -> str:
     import psutil
 
-    from powerband.core.units import about_bytes
-
+    if pid is None:
+        return ""
     try:
         root = psutil.Process(pid)
-        return about_bytes(sum(one.memory_info().rss for one in (root, *root.children(recursive=True))))
+        return _size(sum(one.memory_info().rss for one in (root, *root.children(recursive=True))))
     except psutil.Error:
         return ""

@@ -62,10 +62,10 @@ def prepare(deployment: Deployment[Any], *, engine_path: str | None = None, forc
 
 def _with_absolute_source(deployment: Deployment[Any]) -> Deployment[Any]:
     """A command that is printed and kept must mean the same wherever it is pasted."""
-    path = Path(deployment.variant.source).expanduser()
-    if not path.exists():
+    source = weights.anywhere(deployment.variant.source)
+    if source == deployment.variant.source:
         return deployment
-    variant = deployment.variant.model_copy(update={"source": str(path.resolve())})
+    variant = deployment.variant.model_copy(update={"source": source})
     name = deployment.name or deployment.served_name
     return deployment.model_copy(update={"variant": variant, "name": name})
 

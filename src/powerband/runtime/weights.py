@@ -27,6 +27,12 @@ def inspect(source: str) -> Model:
     return Model(source=source)
 
 
+def anywhere(source: str) -> str:
+    """Return where a model is, so that it means the same in every folder; a hub id does already."""
+    path = Path(source).expanduser()
+    return str(path.resolve()) if path.exists() else source
+
+
 def facts(source: str) -> Model:
     """Return a model's shape where its weights need not be here: from files, a cache, the catalogue, or the hub."""
     path = Path(source).expanduser()

@@ -37,6 +37,7 @@ class Part:
     prompt_tokens: float = 200.0  # of a usual request
     output_tokens: float = 100.0
     rate_per_s: float | None = None
+    usd_per_h: float = 0.0  # of one replica
     usd_per_1m_tokens: float = 0.0
     aliases: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
@@ -46,6 +47,8 @@ class Part:
     warm: int = 0  # replicas that are started and asked nothing
     start_s: float = 10.0
     ttft_s: float | None = None  # that is promised
+    weights_bytes: int | None = None
+    kv_bytes: int | None = None
     path: str = ""  # of the recipe
 
     @property
@@ -159,6 +162,8 @@ def _part(name: str, served: Served, path: Path) -> Part:
         fallback=served.fallback,
         most_replicas=served.most_replicas,
         warm=served.warm,
+        weights_bytes=prepared.footprint.weights_bytes,
+        kv_bytes=prepared.footprint.kv_bytes,
         **proven,
     )
 
@@ -168,6 +173,7 @@ def _proven(recipe: Recipe) -> dict[str, Any]:
     waits = [limit for metric, _, limit in recipe.promise.slo.bounds() if metric == "ttft"]
     found: dict[str, Any] = {
         "rate_per_s": recipe.promise.rate_per_s,
+        "usd_per_h": recipe.usd_per_h,
         "usd_per_1m_tokens": recipe.usd_per_1m_tokens,
         "in_flight": recipe.promise.in_flight,
         "patience_s": _OF_THE_SLO * min(waits) if waits else _PATIENCE_S,

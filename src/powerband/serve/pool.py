@@ -50,6 +50,7 @@ class Ticket:
     came_s: float
     backend: Backend | None = None
     began_s: float = 0.0
+    shared_s: float = 0.0  # of its replica, when it began there
     units: float = 0.0
     gone: bool = False  # it waits no more
 
@@ -65,10 +66,18 @@ class Backend:
     recipe: str = ""
     canary: bool = False  # it serves a recipe that is on trial
     running: int = 0
+    shared_s: float = 0.0  # seconds of answering, of all its requests together
     sent: int = 0
     adapters: set[str] = field(default_factory=set)
     _units: float = 0.0
     _as_of_s: float = 0.0
+    _changed_s: float = 0.0
+
+    def count(self, more: int, now_s: float) -> None:
+        """Note that it answers more requests from now on, or fewer."""
+        self.shared_s += self.running * (now_s - self._changed_s)
+        self._changed_s = now_s
+        self.running += more
 
     def left(self, now_s: float, unit_s: float) -> float:
         """Return the work that is still to be done, if it goes on as usual."""
@@ -200,9 +209,9 @@ class Pool:
     def _start(self, ticket: Ticket, one: Backend, now_s: float) -> Backend:
         ask = ticket.ask
         saved = self.prefixes.matched(ask.blocks).get(one.name, 0) * BLOCK / CHARACTERS_PER_TOKEN
-        ticket.backend, ticket.began_s = one, now_s
+        one.count(1, now_s)
+        ticket.backend, ticket.began_s, ticket.shared_s = one, now_s, one.shared_s
         ticket.units = max(ask.units - saved, _OUTPUT_UNITS * ask.output_tokens)
-        one.running += 1
         one.sent += 1
         self._running[ask.priority] += 1
         self._usual_units += _LEARNED * (ask.units - self._usual_units)
@@ -220,16 +229,14 @@ class Pool:
         if one is None or ticket.gone:
             return
         ticket.gone = True
-        busy = one.running
-        one.running -= 1
+        one.count(-1, now_s)
         self._running[ticket.ask.priority] -= 1
-        left = max(0.0, ticket.units - (now_s - ticket.began_s) / (self.unit_s * max(busy, 1)))
-        one.add(-left, now_s, self.unit_s)
-        if output_tokens is not None and now_s > ticket.began_s:
-            done = ticket.units + _OUTPUT_UNITS * (output_tokens - ticket.ask.output_tokens)
-            if done > 0:  # so long for one of so many at once
-                found = (now_s - ticket.began_s) / done / busy
-                self.unit_s += _LEARNED * (found - self.unit_s)
+        took_s, shared_s = now_s - ticket.began_s, one.shared_s - ticket.shared_s
+        own_s = took_s**2 / shared_s if shared_s else 0.0  # it was one of so many at once, on average
+        one.add(-max(0.0, ticket.units - own_s / self.unit_s), now_s, self.unit_s)
+        done = ticket.units + _OUTPUT_UNITS * ((output_tokens or 0.0) - ticket.ask.output_tokens)
+        if output_tokens is not None and own_s and done > 0:
+            self.unit_s += _LEARNED * (own_s / done - self.unit_s)
 
     def add(self, backend: Backend) -> None:
         """A replica is there."""

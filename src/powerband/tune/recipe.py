@@ -59,7 +59,7 @@ def written(
     return Recipe(
         name=study.name,
         says=says,
-        model=rig.model.source,
+        model=weights.anywhere(rig.model.source),
         model_digest=weights.digest(rig.model.source),
         scheme=settings.get(WEIGHTS, ""),
         weights_digest=weights.digest(prepared.deployment.variant.source),

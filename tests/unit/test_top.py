@@ -1,0 +1,47 @@
+"""`powerband top`: a fleet at a glance, in a terminal of the usual width."""
+
+import io
+
+from rich.console import Console
+
+from powerband.cli.top import table
+
+REPLICA = {
+    "name": "smollm2-1",
+    "model": "smollm2",
+    "recipe": "chat",
+    "state": "ready",
+    "pid": None,
+    "starts": 1,
+    "start_s": 41.26,
+    "problem": "",
+    "gauges": {"kv_use": 0.25, "prefix_hits_tokens": 30.0, "prefix_queries_tokens": 40.0},
+    "promised": {"ttft_s": 0.2, "usd_per_h": 0.1, "weights_bytes": 145 * 2**20, "kv_bytes": 2**30},
+}
+STATUS = {
+    "done": 4,
+    "refused": {"busy": 2},
+    "overflows": 1,
+    "recipes": {"chat": {"ttft_s": [0.1, 0.1, 0.1, 0.3]}},
+    "pools": {"smollm2": {"depth": 3, "running": {"smollm2-1": 2}}},
+    "tenants": {"anyone": {"usd": 0.0125}},
+    "replicas": [REPLICA, REPLICA | {"name": "smollm2-2", "state": "starting", "start_s": None, "gauges": {}}],
+}
+
+
+def shown(status: dict) -> str:
+    written = io.StringIO()
+    Console(file=written, width=80).print(table(status))
+    return written.getvalue()
+
+
+def test_a_fleet_fits_a_terminal() -> None:
+    text = shown(STATUS)
+    assert "…" not in text
+    assert "4 answered, 3 waiting, 2 refused, 1 overflowed" in text
+    assert "first token p50 100 ms, 75.0% within the SLO, $0.20 an hour, $0.0125 of tokens" in " ".join(text.split())
+    assert "41.3 s" in text and "145.0 MiB" in text and "75%" in text and "starting" in text
+
+
+def test_a_fleet_that_just_began_has_no_latencies() -> None:
+    assert "first token" not in shown({"replicas": [REPLICA | {"promised": REPLICA["promised"] | {"ttft_s": None}}]})
