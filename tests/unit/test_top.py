@@ -1,12 +1,14 @@
 """`powerband top`: a fleet at a glance, in a terminal of the usual width."""
 
 import io
+from typing import Any
 
 from rich.console import Console
 
 from powerband.cli.top import table
 
-REPLICA = {
+PROMISED: dict[str, Any] = {"ttft_s": 0.2, "usd_per_h": 0.1, "weights_bytes": 145 * 2**20, "kv_bytes": 2**30}
+REPLICA: dict[str, Any] = {
     "name": "smollm2-1",
     "model": "smollm2",
     "recipe": "chat",
@@ -16,9 +18,9 @@ REPLICA = {
     "start_s": 41.26,
     "problem": "",
     "gauges": {"kv_use": 0.25, "prefix_hits_tokens": 30.0, "prefix_queries_tokens": 40.0},
-    "promised": {"ttft_s": 0.2, "usd_per_h": 0.1, "weights_bytes": 145 * 2**20, "kv_bytes": 2**30},
+    "promised": PROMISED,
 }
-STATUS = {
+STATUS: dict[str, Any] = {
     "done": 4,
     "refused": {"busy": 2},
     "overflows": 1,
@@ -29,7 +31,7 @@ STATUS = {
 }
 
 
-def shown(status: dict) -> str:
+def shown(status: dict[str, Any]) -> str:
     written = io.StringIO()
     Console(file=written, width=80).print(table(status))
     return written.getvalue()
@@ -44,4 +46,4 @@ def test_a_fleet_fits_a_terminal() -> None:
 
 
 def test_a_fleet_that_just_began_has_no_latencies() -> None:
-    assert "first token" not in shown({"replicas": [REPLICA | {"promised": REPLICA["promised"] | {"ttft_s": None}}]})
+    assert "first token" not in shown({"replicas": [REPLICA | {"promised": PROMISED | {"ttft_s": None}}]})
