@@ -7,7 +7,7 @@ from rich.console import Console
 
 from powerband.cli.top import table
 
-PROMISED: dict[str, Any] = {"ttft_s": 0.2, "usd_per_h": 0.1, "weights_bytes": 145 * 2**20, "kv_bytes": 2**30}
+ABOUT: dict[str, Any] = {"ttft_s": 0.2, "usd_per_h": 0.1, "weights_bytes": 145 * 2**20, "kv_bytes": 2**30}
 REPLICA: dict[str, Any] = {
     "name": "smollm2-1",
     "model": "smollm2",
@@ -18,7 +18,7 @@ REPLICA: dict[str, Any] = {
     "start_s": 41.26,
     "problem": "",
     "gauges": {"kv_use": 0.25, "prefix_hits_tokens": 30.0, "prefix_queries_tokens": 40.0},
-    "promised": PROMISED,
+    "about": ABOUT,
 }
 STATUS: dict[str, Any] = {
     "done": 4,
@@ -45,5 +45,6 @@ def test_a_fleet_fits_a_terminal() -> None:
     assert "41.3 s" in text and "145.0 MiB" in text and "75%" in text and "starting" in text
 
 
-def test_a_fleet_that_just_began_has_no_latencies() -> None:
-    assert "first token" not in shown({"replicas": [REPLICA | {"promised": PROMISED | {"ttft_s": None}}]})
+def test_what_nobody_knows_is_not_shown() -> None:
+    text = shown({"replicas": [REPLICA | {"about": ABOUT | {"ttft_s": None, "usd_per_h": 0.0}}]})
+    assert "first token" not in text and "an hour" not in text

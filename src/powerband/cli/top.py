@@ -61,7 +61,7 @@ def table(status: dict[str, Any]) -> Table:
     for name in ("state", "busy", "KV\nused", "prefix\nhits", "drafts\ntaken", "memory", "weights\n+ KV", "starts"):
         found.add_column(name)
     for one in replicas:
-        gauges, promised = one["gauges"], one["promised"]
+        gauges, about = one["gauges"], one["about"]
         found.add_row(
             one["name"],
             one["problem"] or one["state"],
@@ -70,7 +70,7 @@ def table(status: dict[str, Any]) -> Table:
             _share(gauges.get("prefix_hits_tokens"), gauges.get("prefix_queries_tokens")),
             _share(gauges.get("spec_accepted_tokens"), gauges.get("spec_drafted_tokens")),
             _memory(one["pid"]),
-            f"{_size(promised['weights_bytes'])}\n+ {_size(promised['kv_bytes'])}",
+            f"{_size(about['weights_bytes'])}\n+ {_size(about['kv_bytes'])}",
             f"{one['starts']}\n{one['start_s']:.1f} s" if one["start_s"] else str(one["starts"]),
         )
     return found
@@ -86,14 +86,15 @@ def _title(status: dict[str, Any]) -> str:
     counts = [f"{status.get('done', 0)} answered", f"{waiting} waiting"]
     counts += [f"{sum(status.get('refused', {}).values())} refused", f"{status.get('overflows', 0)} overflowed"]
     replicas, recipes = status.get("replicas", []), status.get("recipes", {})
-    limits = {one["recipe"]: one["promised"]["ttft_s"] for one in replicas}
+    limits = {one["recipe"]: one["about"]["ttft_s"] for one in replicas}
     firsts = [(first, limits.get(name)) for name, held in recipes.items() for first in held["ttft_s"]]
     costs = []
     if firsts:
         costs.append(f"first token p50 {statistics.median(first for first, _ in firsts) * 1e3:.0f} ms")
     if promised := [first <= limit for first, limit in firsts if limit is not None]:
         costs.append(f"{statistics.fmean(promised):.1%} within the SLO")
-    costs.append(f"${sum(one['promised']['usd_per_h'] for one in replicas):.2f} an hour")
+    if usd_per_h := sum(one["about"]["usd_per_h"] for one in replicas):  # which a recipe tells, and nothing else
+        costs.append(f"${usd_per_h:.2f} an hour")
     costs.append(f"${sum(one['usd'] for one in status.get('tenants', {}).values()):.4f} of tokens")
     counts.append(f"{_size(psutil.virtual_memory().available)} of memory free")
     return ", ".join(counts) + "\n" + ", ".join(costs)

@@ -14,7 +14,7 @@ from powerband.serve import place
 from powerband.serve.order import Part
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SETTLED_S = 0.1, 30.0, 5.0
-_PROMISED = ("ttft_s", "usd_per_h", "weights_bytes", "kv_bytes")  # of a part, for whoever watches
+_ABOUT = ("ttft_s", "usd_per_h", "weights_bytes", "kv_bytes")  # of a part, for whoever watches
 
 
 class Seat:
@@ -116,5 +116,5 @@ class Seat:
             "start_s": self.start_s,
             "problem": self.problem,
             "gauges": self.gauges,
-            "promised": {name: getattr(self.part, name) for name in _PROMISED},
+            "about": {name: getattr(self.part, name) for name in _ABOUT},
         }
