@@ -31,9 +31,11 @@ class Trial(Value):
     value: float = Field(default=0.0, description="of the objective; nothing where a promise was broken")
     expected_per_s: Interval | None = Field(default=None, description="what the plan expects; holds 80 %")
     quality: str = Field(default="", description="what the cheap gate said")
+    passed: bool = Field(default=False, description="the whole gate let it pass, or one that answers alike")
     kl: float | None = Field(default=None, description="mean divergence from the reference, by the cheap gate")
     latencies_s: dict[str, float] = Field(default_factory=dict, description="at the highest load that held, in words")
     seconds: float = 0.0
+    aside_s: float = Field(default=0.0, description="of these: to make the variant, and to ask the gate")
     evidence: str = Field(default="", description="the folder of its measurement, in that of the study")
 
 
@@ -75,5 +77,5 @@ class Study(Document):
 
 
 def usual_s(trials: Sequence[Trial]) -> float:
-    """Return how long a trial takes that comes to its end; 0 where none has."""
-    return statistics.median([one.seconds for one in trials if one.outcome == "kept"] or [0.0])
+    """Return how long it takes to start a deployment that works and to find its knee; 0 where none has."""
+    return statistics.median([one.seconds - one.aside_s for one in trials if one.outcome == "kept"] or [0.0])

@@ -83,7 +83,8 @@ async def _finalists(rig: Rig, study: Study, most: int) -> list[Contender]:
     for trial in sorted(study.trials, key=lambda one: -one.value):
         if trial.outcome == "kept" and len(found) < most:
             one = _contender(rig, trial)
-            if objection := await _objection(rig, one):
+            rig.say(f"quality of {one.name}")
+            if objection := await rig.objection(one.settings):
                 refused.append(f"{one.name}: {objection}")
             else:
                 found.append(one)
@@ -93,16 +94,6 @@ async def _finalists(rig: Rig, study: Study, most: int) -> list[Contender]:
             hint="name more --scheme, or take another floor",
         )
     return found
-
-
-async def _objection(rig: Rig, one: Contender) -> str:
-    """Return why the whole gate does not let it pass; nothing where it does."""
-    if rig.floor is None or rig.answers_as_reference(one.settings):
-        return ""
-    rig.say(f"quality of {one.name}")
-    prepared = local.prepare(await rig.deployment(one.settings))
-    judged = await rig.judge(prepared)
-    return "" if judged is None or judged.verdict == "pass" else f"{judged.verdict}: {judged.reason}"
 
 
 def least_s(trial_s: float) -> float:
@@ -186,7 +177,7 @@ async def _crown(
     told = f"{ratio.value:.2f} times [{ratio.low:.2f}, {ratio.high:.2f}]"
     if ratio.low > 1:
         return best, f"{best.name} carries {told} the load of {rival.name}"
-    if not await _objection(rig, rival):
+    if not await rig.objection(rival.settings):
         return rival, f"no config is reliably better than {rival.name}: the best carries {told} its load"
     return best, f"{best.name} carries {told} the load of {rival.name}, whose answers fall below the floor"
 

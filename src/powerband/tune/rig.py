@@ -70,7 +70,7 @@ class Rig:
 
     def remember(self, trial: Trial) -> None:
         """Keep what the gate said: deployments that answer alike need not be asked again."""
-        if trial.quality:
+        if trial.quality:  # the last of those alike knows what the others knew
             self.judged[key(self.levers.answering(trial.settings))] = trial
 
     def gone_s(self, trials: Sequence[Trial]) -> float:
@@ -130,12 +130,14 @@ class Rig:
         order = self._asked(quick=True)
         return await gate.evaluate(await self.reference(), prepared, order, running=replica) if order else None
 
-    async def judge(self, prepared: Prepared) -> Evaluation | None:
-        """Start a deployment and ask it to a verdict, the floor's tasks included."""
+    async def objection(self, settings: Settings) -> str:
+        """Start settings, ask them everything, and return why they do not pass; nothing where they do."""
         order = self._asked(quick=False)
-        if order is None:
-            return None
-        return await gate.evaluate(await self.reference(), prepared, order, progress=self._of_quality)
+        if order is None or self.answers_as_reference(settings):
+            return ""
+        prepared = local.prepare(await self.deployment(settings))
+        judged = await gate.evaluate(await self.reference(), prepared, order, progress=self._of_quality)
+        return "" if judged.verdict == "pass" else f"{judged.verdict}: {judged.reason}"
 
     def _of_quality(self, said: str) -> None:
         self.say(f"quality: {said}")
@@ -216,17 +218,24 @@ class Rig:
         self, settings: Settings, folder: Path, expected: Interval | None, best: Trial | None
     ) -> dict[str, Any]:
         alike = self.judged.get(key(self.levers.answering(settings)))
-        if alike and alike.quality == "fail":
+        if alike and alike.outcome == "below the floor":
             return {"outcome": "ruled out", "reason": f"trial {alike.number}, which answers alike, is below the floor"}
-        prepared = local.prepare(await self.deployment(settings))
-        if not alike and (order := self._asked(quick=True)):
-            await gate.consult(await self.reference(), order, progress=self._of_quality)
+        aside = _Clock()
+        with aside:
+            prepared = local.prepare(await self.deployment(settings))
+            if not alike and (order := self._asked(quick=True)):
+                await gate.consult(await self.reference(), order, progress=self._of_quality)
         self.say("start the engine")
         async with local.launch(prepared, directory=folder, ready_timeout_s=_READY_S) as replica:
-            seen: dict[str, Any] = {"quality": alike.quality, "kl": alike.kl} if alike else {}
-            if not alike and (judged := await self.glance(prepared, replica)):
-                seen = {"quality": judged.verdict, "kl": _kl(judged)}
-                if judged.verdict == "fail":
+            seen: dict[str, Any] = {}
+            if alike:
+                seen = {"quality": alike.quality, "kl": alike.kl, "passed": alike.passed}
+            else:
+                with aside:
+                    judged = await self.glance(prepared, replica)
+                if judged:
+                    seen = {"quality": judged.verdict, "kl": _kl(judged)}
+                if judged and judged.verdict == "fail":
                     return seen | {"outcome": "below the floor", "reason": judged.reason}
             least = best.knee_per_s if best else None
             sure = expected is not None and expected.low > 0  # without a calibration the plan ranks, and knows no rates
@@ -244,6 +253,13 @@ class Rig:
         rate = knee(found.levels)
         if rate is None:
             return seen | {"outcome": "too slow", "reason": _why(found), "value": self._partly(found)}
+        if least and rate > least and not seen.get("passed"):  # what would lead the search is asked everything
+            with aside:
+                objection = await self.objection(settings)
+            seen["passed"] = not objection
+            if objection:
+                return seen | {"outcome": "below the floor", "reason": objection}
+        seen["aside_s"] = round(aside.seconds, 1)
         level = found.levels[found.best] if found.best is not None else found.levels[0]
         shown = {f"{one.metric} {one.percentile}": one.value_s for one in level.promises if one.value_s is not None}
         return seen | {"outcome": "kept", "knee_per_s": rate, "value": self.value(rate), "latencies_s": shown}
@@ -256,6 +272,18 @@ class Rig:
         """Return the value of what was answered in time at a rate that did not hold: it tells the search how near."""
         good = [one.goodput_per_s.value for one in found.levels if one.goodput_per_s]
         return self.value(0.9 * min(good, default=0.0))
+
+
+class _Clock:
+    """Adds up the seconds that are spent within it."""
+
+    seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.monotonic() - self._began
 
 
 def _kl(judged: Evaluation) -> float | None:
