@@ -17,6 +17,7 @@ from powerband import serve
 from powerband.core.recipe import Recipe
 from powerband.core.study import Study
 from powerband.store import documents
+from powerband.tune.order import Order, rig_of
 from support.studies import argv
 
 
@@ -71,6 +72,26 @@ def test_the_recipe_is_proven_again_and_a_slower_one_is_not(folder: Path) -> Non
 def test_a_study_is_not_written_over(folder: Path) -> None:
     done = subprocess.run(argv(folder.parent, "study"), capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "--resume" in done.stderr
+
+
+async def test_what_would_lead_the_search_passes_the_whole_gate_first(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = documents.of(Study, folder / "study.json")
+    rig = rig_of(Order("golden", study.workload, study.slo, engines=("fake",), requests=50), tmp_path)
+    asked = []
+
+    async def objection(settings: dict[str, str]) -> str:
+        asked.append(settings)
+        return "undecided: too few answers"
+
+    monkeypatch.setattr(rig, "objection", objection)
+    known = study.trials[0]
+    assert known.knee_per_s
+    behind = known.model_copy(update={"knee_per_s": 0.5 * known.knee_per_s})
+    found = await rig.attempt(2, known.settings, expected=None, best=behind)
+    assert found.outcome == "below the floor" and found.reason == "undecided: too few answers"
+    assert asked == [known.settings]
 
 
 async def test_changed_traffic_is_tuned_for_while_nobody_asks(folder: Path, tmp_path: Path) -> None:

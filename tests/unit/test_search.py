@@ -256,3 +256,14 @@ def test_a_recipe_is_a_file_that_reads_back() -> None:
     recipe = Recipe.model_validate(data)
     again = documents.parse(recipe.to_text(), source="recipe.yaml")
     assert isinstance(again, Recipe) and again.digest() == recipe.digest()
+
+
+def test_a_setting_that_alone_can_have_spoiled_answers_is_not_tried_again() -> None:
+    refused = {"engine": "one", "weights": "q4", "slots": "8", "chunk": "small"}
+    found = study(Search(LEVERS, expected=planned), 2)
+    found.append(Trial(number=3, settings=refused, outcome="below the floor"))
+    search, seen = Search(LEVERS, expected=planned), []
+    while settings := search.next(found):
+        seen.append(settings)
+        found.append(Trial(number=len(found) + 1, settings=settings, outcome="kept", value=truth(settings)))
+    assert len(seen) == len(LEVERS) - 2 - 6 and all(one["weights"] != "q4" for one in seen)

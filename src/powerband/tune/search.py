@@ -45,7 +45,7 @@ class Search:
     def next(self, trials: Sequence[Trial]) -> Settings | None:
         """Return settings that were not tried and may work; None where there are none."""
         tried = {key(one.settings) for one in trials}
-        broken = _broken(trials)
+        broken = self._broken(trials)
 
         def fresh(settings: Settings) -> bool:
             return key(settings) not in tried and not broken.intersection(_pairs(settings))
@@ -123,6 +123,20 @@ class Search:
     def _prior(self, settings: Settings) -> float:
         return math.log(self._rate(settings) or 1.0)
 
+    def _broken(self, trials: Sequence[Trial]) -> set[tuple[str, str, str]]:
+        """Return settings that never worked, and either were alone to blame for a failure or were in several.
+
+        Of an answer below the floor only those can be to blame that change answers.
+        """
+        fine = {pair for one in trials if one.outcome in ("kept", "too slow") for pair in _pairs(one.settings)}
+        refused = [one.settings for one in trials if one.outcome == "below the floor"]
+        started = fine.union(*map(_pairs, refused))
+        suspects = [_pairs(one.settings) - started for one in trials if one.outcome == "failed"]
+        suspects += [_pairs(self.levers.answering(one)) - fine for one in refused]
+        often = Counter(pair for found in suspects for pair in found)
+        alone = {pair for found in suspects if len(found) == 1 for pair in found}
+        return alone | {pair for pair, times in often.items() if times >= _FAILURES}
+
     def _told(self, settings: Settings, value: float) -> FrozenTrial:
         optuna = _optuna()
         engine = settings[ENGINE]
@@ -138,15 +152,6 @@ class Search:
 
 def _pairs(settings: Settings) -> set[tuple[str, str, str]]:
     return {(settings[ENGINE], name, setting) for name, setting in settings.items() if name != ENGINE}
-
-
-def _broken(trials: Sequence[Trial]) -> set[tuple[str, str, str]]:
-    """Return settings that never worked, and either were alone to blame for a failure or were in several."""
-    worked = {pair for one in trials if one.outcome not in ("failed", "ruled out") for pair in _pairs(one.settings)}
-    suspects = [_pairs(one.settings) - worked for one in trials if one.outcome == "failed"]
-    often = Counter(pair for found in suspects for pair in found)
-    alone = {pair for found in suspects if len(found) == 1 for pair in found}
-    return alone | {pair for pair, times in often.items() if times >= _FAILURES}
 
 
 def _optuna() -> Any:
