@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
 from powerband.core.statistics import UNBOUND, Interval, student, z_of
@@ -28,22 +29,12 @@ def mean(knees: Sequence[float]) -> float:
 def ratio(knees: Knees, one: str, other: str, *, level: float = 0.95) -> Interval:
     """Return how many times the knee of one is that of another.
 
-    Rounds and contenders each shift the logarithm of a knee; what they leave unexplained is noise, the same for all, so
-    every contender helps to tell how large it is.
+    Round by round, so that what befell both of them is not counted; what is left is their own noise, which another
+    contender need not have.
     """
-    logs = {name: [math.log(knee) for knee in found] for name, found in knees.items()}
-    rounds = len(logs[one])
-    own = {name: math.fsum(found) / rounds for name, found in logs.items()}
-    value = math.exp(own[one] - own[other])
-    freedom = (rounds - 1) * (len(logs) - 1)
+    gaps = [math.log(mine / theirs) for mine, theirs in zip(knees[one], knees[other], strict=True)]
+    value, freedom = math.exp(math.fsum(gaps) / len(gaps)), len(gaps) - 1
     if freedom < 1:
         return Interval(value, 0.0, UNBOUND)
-    by_round = [math.fsum(found[number] for found in logs.values()) / len(logs) for number in range(rounds)]
-    whole = math.fsum(by_round) / rounds
-    noise = math.fsum(
-        (found[number] - own[name] - by_round[number] + whole) ** 2
-        for name, found in logs.items()
-        for number in range(rounds)
-    )
-    reach = max(student(freedom, z_of(level)) * math.sqrt(2 * noise / freedom / rounds), _FINEST)
+    reach = max(student(freedom, z_of(level)) * statistics.stdev(gaps) / math.sqrt(len(gaps)), _FINEST)
     return Interval(value, value * math.exp(-reach), value * math.exp(reach))
