@@ -267,3 +267,10 @@ def test_a_setting_that_alone_can_have_spoiled_answers_is_not_tried_again() -> N
         seen.append(settings)
         found.append(Trial(number=len(found) + 1, settings=settings, outcome="kept", value=truth(settings)))
     assert len(seen) == len(LEVERS) - 2 - 6 and all(one["weights"] != "q4" for one in seen)
+
+
+def test_a_noisy_third_does_not_blur_two_that_keep_their_distance() -> None:
+    knees = {"a": [2.16, 3.42, 2.72], "b": [1.37, 2.11, 1.70], "c": [0.65, 0.48, 0.49]}
+    found = contest.ratio(knees, "a", "b")
+    assert 1.5 < found.low < 1.6 < found.high < 1.7
+    assert contest.ratio(knees, "a", "c").low < 4 < contest.ratio(knees, "a", "c").high
