@@ -83,7 +83,6 @@ async def _finalists(rig: Rig, study: Study, most: int) -> list[Contender]:
     for trial in sorted(study.trials, key=lambda one: -one.value):
         if trial.outcome == "kept" and len(found) < most:
             one = _contender(rig, trial)
-            rig.say(f"quality of {one.name}")
             if objection := await rig.objection(one.settings):
                 refused.append(f"{one.name}: {objection}")
             else:

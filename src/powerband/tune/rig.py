@@ -135,6 +135,7 @@ class Rig:
         order = self._asked(quick=False)
         if order is None or self.answers_as_reference(settings):
             return ""
+        self.say(f"quality of {', '.join(settings.values())}")
         prepared = local.prepare(await self.deployment(settings))
         judged = await gate.evaluate(await self.reference(), prepared, order, progress=self._of_quality)
         return "" if judged.verdict == "pass" else f"{judged.verdict}: {judged.reason}"
@@ -199,43 +200,41 @@ class Rig:
 
     async def attempt(self, number: int, settings: Settings, *, expected: Interval | None, best: Trial | None) -> Trial:
         """Try settings; whatever goes wrong is a result."""
-        began = time.monotonic()
+        began, aside = time.monotonic(), _Clock()
         folder = self.folder / f"trial-{number:03d}"
         folder.mkdir(exist_ok=True)
         about: dict[str, Any] = {"number": number, "settings": settings, "expected_per_s": expected}
         try:
-            found = await asyncio.wait_for(self._attempt(settings, folder, expected, best), _LONGEST_S)
+            found = await asyncio.wait_for(self._attempt(settings, folder, expected, best, aside), _LONGEST_S)
         except DeploymentRefused as error:
             found = {"outcome": "ruled out", "reason": error.message}
         except (EngineError, InputError) as error:
             found = {"outcome": "failed", "reason": _told(error)}
         except TimeoutError:
             found = {"outcome": "failed", "reason": f"it did not come to an end within {_LONGEST_S / 60:.0f} minutes"}
-        seconds = round(time.monotonic() - began, 1)
-        return Trial.model_validate(about | found | {"seconds": seconds, "evidence": folder.name})
+        times = {"seconds": round(time.monotonic() - began, 1), "aside_s": round(aside.seconds, 1)}
+        return Trial.model_validate(about | found | times | {"evidence": folder.name})
 
     async def _attempt(
-        self, settings: Settings, folder: Path, expected: Interval | None, best: Trial | None
+        self, settings: Settings, folder: Path, expected: Interval | None, best: Trial | None, aside: _Clock
     ) -> dict[str, Any]:
         alike = self.judged.get(key(self.levers.answering(settings)))
         if alike and alike.outcome == "below the floor":
             return {"outcome": "ruled out", "reason": f"trial {alike.number}, which answers alike, is below the floor"}
-        aside = _Clock()
         with aside:
             prepared = local.prepare(await self.deployment(settings))
             if not alike and (order := self._asked(quick=True)):
                 await gate.consult(await self.reference(), order, progress=self._of_quality)
         self.say("start the engine")
         async with local.launch(prepared, directory=folder, ready_timeout_s=_READY_S) as replica:
+            with aside:
+                judged = None if alike else await self.glance(prepared, replica)
             seen: dict[str, Any] = {}
             if alike:
                 seen = {"quality": alike.quality, "kl": alike.kl, "passed": alike.passed}
-            else:
-                with aside:
-                    judged = await self.glance(prepared, replica)
-                if judged:
-                    seen = {"quality": judged.verdict, "kl": _kl(judged)}
-                if judged and judged.verdict == "fail":
+            elif judged:
+                seen = {"quality": judged.verdict, "kl": _kl(judged)}
+                if judged.verdict == "fail":
                     return seen | {"outcome": "below the floor", "reason": judged.reason}
             least = best.knee_per_s if best else None
             sure = expected is not None and expected.low > 0  # without a calibration the plan ranks, and knows no rates
@@ -259,7 +258,6 @@ class Rig:
             seen["passed"] = not objection
             if objection:
                 return seen | {"outcome": "below the floor", "reason": objection}
-        seen["aside_s"] = round(aside.seconds, 1)
         level = found.levels[found.best] if found.best is not None else found.levels[0]
         shown = {f"{one.metric} {one.percentile}": one.value_s for one in level.promises if one.value_s is not None}
         return seen | {"outcome": "kept", "knee_per_s": rate, "value": self.value(rate), "latencies_s": shown}
