@@ -65,6 +65,17 @@ def test_turns_carry_the_earlier_ones_and_their_answers(tmp_path: Path) -> None:
     assert second - first == third - second == pytest.approx(24 + 16, abs=3), "each turn adds a question and an answer"
 
 
+def test_turns_are_counted_as_requests_are(tmp_path: Path) -> None:
+    workload = faults.CHAT + "turns: {count: 3, think_s: 50ms}\n"
+    with golden(itl_us=2000) as server:
+        (tmp_path / "w.yaml").write_text(workload)
+        argv = [sys.executable, "-m", "powerband", "bench", server.url, "--workload", str(tmp_path / "w.yaml")]
+        argv += ["--requests", "60", "--seed", "3", "--output", str(tmp_path / "out"), "--force"]
+        subprocess.run(argv, check=False)
+    level = json.loads((tmp_path / "out" / "measurement.json").read_text())["levels"][0]
+    assert 60 <= level["requests"] <= 90
+
+
 def test_a_broken_promise_is_exit_4() -> None:
     with golden(ttft_us=300_000) as server:
         slo = "powerband: slo/1\nttft: {p50: 100ms}\n"
@@ -144,7 +155,7 @@ def test_the_report_stands_alone_and_diff_reads_the_files(tmp_path: Path) -> Non
     def run(name: str, ttft_us: int, seed: int) -> None:
         with golden(ttft_us=ttft_us) as server:
             argv = [sys.executable, "-m", "powerband", "bench", server.url, "--workload", str(tmp_path / "w.yaml")]
-            words = ["--duration", "4s", "--seed", str(seed), "--output", str(tmp_path / name)]
+            words = ["--duration", "4s", "--seed", "3", "--output", str(tmp_path / name)]
             subprocess.run([*argv, *words, "--force"], check=False, capture_output=True)
 
     def diff(one: str, other: str) -> dict[str, object]:

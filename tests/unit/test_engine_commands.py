@@ -15,10 +15,12 @@ def argv(engine: str, program: tuple[str, ...] = ("/e",), **config: Any) -> tupl
     return said
 
 
-def command(engine: str, program: tuple[str, ...] = ("/e",), source: str = "/m.gguf", **config: Any) -> Any:
+def command(
+    engine: str, program: tuple[str, ...] = ("/e",), source: str = "/m.gguf", build: str | None = None, **config: Any
+) -> Any:
     data = {"name": "m", "variant": {"source": source}, "engine": engine, "config": config}
     deployment = engines.deployment_type(engine).model_validate(data)
-    installation = Installation(engine=engine, version="1", origin="given", program=program)
+    installation = Installation(engine=engine, version="1", origin="given", program=program, build=build)
     return engines.get(engine).command(deployment, installation=installation, port=9)
 
 
@@ -70,6 +72,11 @@ def test_vllm_says_json_environment_and_adapters() -> None:
     assert said.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert said.env["LD_PRELOAD"] == "/lib/tcmalloc.so"
     assert said.env["VLLM_HOST_IP"] == "127.0.0.1"  # its own sockets stay on loopback too
+
+
+@pytest.mark.parametrize(("build", "said"), [("cpu-torch-2.8", "0"), ("cuda", None), (None, None)])
+def test_vllm_compiles_ahead_only_where_it_can_load_that(build: str | None, said: str | None) -> None:
+    assert command("vllm", build=build).env.get("VLLM_USE_AOT_COMPILE") == said
 
 
 def test_vllm_serve_takes_the_model_as_a_word() -> None:

@@ -145,10 +145,11 @@ class Steering:
     def __call__(self, progress: Progress, records: Records) -> bool:
         now = progress.elapsed_s
         self.seen.append((now, progress.in_flight))
+        key = records["end"] if self.users else records["due"]
         for row in range(self._looked, len(records)):
             self.longest_s = max(self.longest_s, (records["end"][row] - records["sent"][row]) / 1e9)
             self.unhurried_s = self.longest_s if row < _FIRST_ANSWERS else self.unhurried_s
-            self.counted += self.warm_s is not None and records["end"][row] >= self.warm_s * 1e9
+            self.counted += self.warm_s is not None and key[row] >= self.warm_s * 1e9
         self._count_beyond(records)
         self._looked = len(records)
         if self.died:
@@ -170,6 +171,10 @@ class Steering:
             over = self.counted >= self.plan.requests if self.plan.counted else now >= self.end_s
             self.over_s = now if over else None
             return over
+        if self.plan.counted and self.over_s is None:  # of turns nobody knows beforehand when they are due
+            if self.counted < self.plan.requests and now < self.warm_s + 2 * self.plan.window_s:
+                return False
+            self.over_s = now
         if now < self.end_s:
             return False
         patience = max(_LEAST_DRAIN_S, self.plan.window_s)

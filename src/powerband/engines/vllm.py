@@ -352,6 +352,8 @@ class Vllm(Engine[VllmConfig]):
         env = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
         if placement.host in ("127.0.0.1", "localhost"):
             env["VLLM_HOST_IP"] = "127.0.0.1"
+        if (installation.build or "").startswith("cpu"):
+            env["VLLM_USE_AOT_COMPILE"] = "0"  # it cannot load there what it saved, and compiles anew at each start
         if placement.gpus is not None:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, placement.gpus))
         if source.startswith(("/", ".", "~")):
