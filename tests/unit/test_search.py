@@ -269,6 +269,20 @@ def test_a_setting_that_alone_can_have_spoiled_answers_is_not_tried_again() -> N
     assert len(seen) == len(LEVERS) - 2 - 6 and all(one["weights"] != "q4" for one in seen)
 
 
+def test_what_was_only_too_slow_does_not_shift_the_blame() -> None:
+    """Int8 with fp8 is refused; bf16 with fp8 is slow, and nobody asked it everything: it may be fp8 that spoils."""
+    weights = Lever(name="weights", settings={"bf16": {}, "int8": {}}, spoils=True)
+    cache = Lever(name="cache", settings={"auto": {}, "fp8": {}}, spoils=True)
+    search = Search(Levers({"two": (weights, cache)}, {"two": {}}))
+
+    def tried(weights: str, cache: str, outcome: str) -> Trial:
+        settings = {"engine": "two", "weights": weights, "cache": cache}
+        return Trial.model_validate({"number": 1, "settings": settings, "outcome": outcome})
+
+    found = [tried("bf16", "auto", "kept"), tried("int8", "fp8", "below the floor"), tried("bf16", "fp8", "too slow")]
+    assert search.next(found) == {"engine": "two", "weights": "int8", "cache": "auto"}
+
+
 def test_a_noisy_third_does_not_blur_two_that_keep_their_distance() -> None:
     knees = {"a": [2.16, 3.42, 2.72], "b": [1.37, 2.11, 1.70], "c": [0.65, 0.48, 0.49]}
     found = contest.ratio(knees, "a", "b")

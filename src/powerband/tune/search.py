@@ -126,13 +126,15 @@ class Search:
     def _broken(self, trials: Sequence[Trial]) -> set[tuple[str, str, str]]:
         """Return settings that never worked, and either were alone to blame for a failure or were in several.
 
-        Of an answer below the floor only those can be to blame that change answers.
+        Of an answer below the floor only what changes answers can be to blame, and was not let pass by the whole gate.
         """
         fine = {pair for one in trials if one.outcome in ("kept", "too slow") for pair in _pairs(one.settings)}
         refused = [one.settings for one in trials if one.outcome == "below the floor"]
         started = fine.union(*map(_pairs, refused))
         suspects = [_pairs(one.settings) - started for one in trials if one.outcome == "failed"]
-        suspects += [_pairs(self.levers.answering(one)) - fine for one in refused]
+        passed = {pair for one in trials if one.passed for pair in _pairs(one.settings)}
+        spoiling = [self.levers.turned(self.levers.answering(one)) | {ENGINE: one[ENGINE]} for one in refused]
+        suspects += [_pairs(one) - passed for one in spoiling]
         often = Counter(pair for found in suspects for pair in found)
         alone = {pair for found in suspects if len(found) == 1 for pair in found}
         return alone | {pair for pair, times in often.items() if times >= _FAILURES}
