@@ -232,3 +232,18 @@ def test_a_number_format_that_no_scheme_describes_is_not_expected_to_do_anything
     data = {"variant": {"source": "x"}, "engine": "llamacpp"}
     deployment = engines.deployment_type("llamacpp").model_validate(data)
     assert expect.deployed(deployment, model=known, host=host_of(plan.device("c7i-8xlarge"), 1), known=()) is None
+
+
+def test_fewer_cores_are_expected_to_do_less() -> None:
+    known, host = model("Qwen/Qwen3-0.6B"), host_of(plan.device("c7i-8xlarge"), 1)
+    half = len(host.cores) // 2
+
+    def seconds(**config: int) -> float:
+        data = {"variant": {"source": "x"}, "engine": "vllm", "config": config}
+        deployment = engines.deployment_type("vllm").model_validate(data)
+        on = expect.deployed(deployment, model=known, host=host, known=())
+        assert on is not None
+        return on.times(Batch(decodes=1, context=100))
+
+    some = seconds(VLLM_CPU_NUM_OF_RESERVED_CPU=half)
+    assert seconds(VLLM_CPU_NUM_OF_RESERVED_CPU=0) < seconds() < some

@@ -44,6 +44,11 @@ class Device(Document):
         """Return operations per second in a format; one that it lacks is computed in bf16."""
         return 1e12 * (self.tflops.get(number_format) or self.tflops["bf16"])
 
+    def part(self, share: float) -> Device:
+        """Return a part of it, with as much less to compute with and to read by."""
+        tflops = {name: share * speed for name, speed in self.tflops.items()}
+        return self.model_copy(update={"bandwidth": round(share * self.bandwidth), "tflops": tflops})
+
     @property
     def engines(self) -> tuple[str, ...]:
         """Return the engines that run on it."""

@@ -138,6 +138,7 @@ class Choice(Value):
     expert: bool = False
     drafted: int = Field(default=0, description="tokens that are guessed for each step from what was said before")
     on_cpu: bool = False
+    cores: int | None = Field(default=None, description="of the CPU that compute, where not all do")
     sequences: int = Field(description="answers written at once, by each group")
     batched_tokens: int
     context: int = Field(description="tokens of the longest sequence")

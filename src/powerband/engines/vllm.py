@@ -173,6 +173,7 @@ class Vllm(Engine[VllmConfig]):
             expert=bool(config.enable_expert_parallel),
             drafted=config.speculative_config.num_speculative_tokens if config.speculative_config else 0,
             on_cpu=not host.gpus,
+            cores=_cores(config, host),
             sequences=config.max_num_seqs or (256 if host.gpus else 128),
             batched_tokens=config.max_num_batched_tokens or 2048,
             context=config.max_model_len or model.context_tokens or 4096,
@@ -359,6 +360,14 @@ class Vllm(Engine[VllmConfig]):
         if source.startswith(("/", ".", "~")):
             env["HF_HUB_OFFLINE"] = "1"
         return Command(argv=(*argv, *knobs.arguments(config)), env=env | knobs.environment(config))
+
+
+def _cores(config: VllmConfig, host: Host) -> int | None:
+    """Return how many cores compute: unless it is told otherwise vLLM leaves one to its server."""
+    left = 1 if config.VLLM_CPU_NUM_OF_RESERVED_CPU is None else config.VLLM_CPU_NUM_OF_RESERVED_CPU
+    if host.gpus or config.VLLM_CPU_OMP_THREADS_BIND or not left:
+        return None
+    return max(1, len(host.cores) - left)
 
 
 _EAGER = {"enforce_eager": True}

@@ -68,6 +68,8 @@ def deployed(
         return None
     own = plan.fitted(plan.coefficients(known), deployment.engine, device, numbers.name)
     choice = adapter.choice_of(deployment, model=model, host=host)
+    if choice.cores:
+        device = device.part(choice.cores / len(host.cores))
     expert = choice.tensor * choice.data if choice.expert else 1
     split = Split(tensor=choice.tensor, pipeline=choice.pipeline, expert=expert, data=choice.data)
     steps = Steps(model.shape, numbers, split, kv_bytes=adapter.scheduling.kv_formats.get(choice.kv_format, 2.0))
