@@ -61,12 +61,14 @@ def kept(latencies: list[float], limits: list) -> bool:
 
 def in_time(naive: Naive, limits: list, most_per_s: float, lot: random.Random) -> float:
     """Return the highest rate of arrivals at which the limits are kept."""
-    alone = []
-    for number in range(min(ALONE, len(naive.asked))):
+    alone = [0.0] * min(ALONE, len(naive.asked))
+    for number in range(len(alone)):
         began = time.monotonic()
         naive.answer(number, number + 1)
-        alone.append(time.monotonic() - began)
-    for share in SHARES if kept(alone, limits) else ():  # nobody is answered sooner than alone
+        alone[number] = time.monotonic() - began
+        if not kept(alone, limits):
+            return 0.0  # nobody is answered sooner than alone
+    for share in SHARES:
         due, at = [], 0.0
         for _ in naive.asked:
             at += lot.expovariate(share * most_per_s)
