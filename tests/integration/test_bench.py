@@ -76,6 +76,17 @@ def test_turns_are_counted_as_requests_are(tmp_path: Path) -> None:
     assert 60 <= level["requests"] <= 90
 
 
+def test_a_window_of_turns_begins_when_sessions_have_run_their_course(tmp_path: Path) -> None:
+    workload = faults.CHAT.replace("rate_per_s: 40", "rate_per_s: 60") + "turns: {count: 4, think_s: 1s}\n"
+    with golden(itl_us=2000) as server:
+        (tmp_path / "w.yaml").write_text(workload)
+        argv = [sys.executable, "-m", "powerband", "bench", server.url, "--workload", str(tmp_path / "w.yaml")]
+        subprocess.run([*argv, "--requests", "400", "--output", str(tmp_path / "out"), "--force"], check=False)
+    level = json.loads((tmp_path / "out" / "measurement.json").read_text())["levels"][0]
+    assert level["warmup_s"] > 3, "three pauses of a second"
+    assert level["requests"] / level["window_s"] == pytest.approx(60, rel=0.25)
+
+
 def test_a_broken_promise_is_exit_4() -> None:
     with golden(ttft_us=300_000) as server:
         slo = "powerband: slo/1\nttft: {p50: 100ms}\n"

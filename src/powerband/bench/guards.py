@@ -51,6 +51,8 @@ class Evidence:
     agreements: list[Agreement] = field(default_factory=list)
     foreign_cpu_share: float | None = None
     stolen_cpu_share: float = 0.0
+    warmup_s: float = 0.0
+    session_s: float = 0.0  # the usual one's, from its first turn to its last; at least so long where none was over
     died: str | None = None
 
 
@@ -185,6 +187,12 @@ def too_few(evidence: Evidence) -> Finding | None:
 
 def unsteady(evidence: Evidence) -> Finding | None:
     """The second half of the window is not like the first."""
+    if evidence.session_s > evidence.warmup_s:
+        said = f"not steady: sessions take {evidence.session_s:.0f} s, and after {evidence.warmup_s:.0f} s"
+        return (
+            f"{said}, when the window began, later turns were missing",
+            "ask for fewer turns, or for shorter pauses between them",
+        )
     if len(evidence.records) < 40:
         return None
     for name, of in (("TTFT", metrics.ttft), ("answer time", metrics.e2e)):

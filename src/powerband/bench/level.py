@@ -27,6 +27,7 @@ from powerband.store import records as record_files
 
 _LEAST_WARM_S = 1.0
 _USUAL_WARM_S, _MOST_WARM_S = 15.0, 60.0  # the longer one where answers take long
+_FIRST_SESSIONS, _MOST_SESSION_S = 3, 300.0  # that must have run their course, and how long they may take for it
 _FIRST_ANSWERS = 10  # how long an answer takes before a queue has built up
 _LEAST_DRAIN_S = 10.0
 _HOPELESS_TICKS = 20  # of 50 ms
@@ -131,6 +132,7 @@ class Steering:
         self.died: str | None = None
         self.longest_s = self.unhurried_s = 0.0
         self.beyond = [0] * len(slo.bounds()) if slo else []  # answers of the window beyond each bound
+        self.sessions_s: list[float] = []  # from the first turn to the last, of those that are over
         self.counted = 0  # answers within the window so far
         self.over_s: float | None = None
         self._looked = 0
@@ -150,6 +152,7 @@ class Steering:
             self.longest_s = max(self.longest_s, (records["end"][row] - records["sent"][row]) / 1e9)
             self.unhurried_s = self.longest_s if row < _FIRST_ANSWERS else self.unhurried_s
             self.counted += self.warm_s is not None and key[row] >= self.warm_s * 1e9
+        self._time_sessions(records)
         self._count_beyond(records)
         self._looked = len(records)
         if self.died:
@@ -182,6 +185,8 @@ class Steering:
 
     def _is_warm(self, now: float, finished: int) -> bool:
         """As many leave as arrive: one answer's time has passed, and no more are in flight than a while ago."""
+        if self.traffic.turns > 1 and not self.users and not self._in_every_turn(now):
+            return now >= _MOST_SESSION_S
         if now >= min(_MOST_WARM_S, max(_USUAL_WARM_S, 2 * self.unhurried_s)):
             return True
         if now < _LEAST_WARM_S or finished < 5 or now < 1.5 * self.longest_s:
@@ -191,6 +196,17 @@ class Steering:
         lately = [count for _, count in self.seen[third[1] :]] or [0]
         before, after = sum(earlier) / len(earlier), sum(lately) / len(lately)
         return after <= before * 1.15 + 2
+
+    def _in_every_turn(self, now: float) -> bool:
+        """Sessions have run their course: until then later turns are missing, and less is asked than was meant."""
+        return len(self.sessions_s) >= _FIRST_SESSIONS and now >= 1.5 * max(self.sessions_s)
+
+    def _time_sessions(self, records: Records) -> None:
+        turns = self.traffic.turns
+        for row in range(self._looked, len(records)) if turns > 1 and not self.users else ():
+            session, turn = divmod(records["number"][row], turns)
+            if turn == turns - 1:
+                self.sessions_s.append(records["end"][row] / 1e9 - self.traffic.due_s[session])
 
     def _open_window(self, now: float) -> None:
         """Begin to measure; where arrivals are known beforehand, so is the one that ends the window."""
@@ -279,6 +295,8 @@ def observe(
         agreements=agreements,
         foreign_cpu_share=foreign,
         stolen_cpu_share=stolen,
+        warmup_s=begin_s,
+        session_s=_session_s(steering, run),
         died=steering.died,
     )
     return Block(
@@ -303,6 +321,12 @@ def observe(
         early=steering.early,
         records_name=records_name,
     )
+
+
+def _session_s(steering: Steering, run: Run) -> float:
+    if steering.traffic.turns == 1 or steering.users:
+        return 0.0
+    return statistics.quantile(sorted(steering.sessions_s or [run.elapsed_s]), 0.5)
 
 
 def pool(bench: Bench, blocks: Sequence[Block]) -> Level:
