@@ -40,6 +40,17 @@ async def busy(fleet: Fleet, model: str = "golden") -> str:
     raise AssertionError("nobody is busy")
 
 
+async def back(fleet: Fleet, victim: dict[str, Any]) -> None:
+    """Return when a replica that was killed is there again, where it was."""
+    for _ in range(200):
+        found = replicas(fleet)[victim["name"]]
+        if found["state"] == "ready" and found["starts"] > victim["starts"]:
+            assert found["address"] == victim["address"]
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"{victim['name']} is not back")
+
+
 async def answers_again(http: httpx.AsyncClient, since: float) -> float:
     while time.monotonic() < since + 20:
         try:
@@ -216,11 +227,19 @@ async def test_a_request_without_a_token_outlives_its_replica(tmp_path: Path) ->
         assert [one.status_code for one in await asyncio.gather(*asked)] == [200] * 4
         for found in await asyncio.gather(*streams):
             assert found[-1] == "[DONE]" and len(found) == 6
-        for _ in range(100):
-            if replicas(fleet)[victim["name"]]["state"] == "ready":
-                break
-            await asyncio.sleep(0.05)
-        assert replicas(fleet)[victim["name"]]["starts"] == 2
+        await back(fleet, victim)
+
+
+async def test_a_request_without_a_token_outlives_all_its_replicas(tmp_path: Path) -> None:
+    async with fleets.running(fleets.write(tmp_path, itl_s=0.1)) as (fleet, http):
+        asked = asyncio.create_task(chat(http, max_tokens=60))  # all of it comes at its end
+        first = await busy(fleet)
+        for name in sorted(replicas(fleet), key=lambda one: one != first):
+            victim = replicas(fleet)[name]
+            assert not asked.done()
+            os.kill(victim["pid"], signal.SIGKILL)
+            await back(fleet, victim)
+        assert (await asked).status_code == 200
 
 
 async def test_a_stream_that_is_cut_ends_with_an_error(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ class Desk:
         others = own.pool.others(own.ticket, now_s)
         renamed = asked.model not in (own.model.name, *own.model.adapters)
         return Sent(
-            addresses=(backend.address, *(one.address for one in others), backend.address),
+            addresses=tuple(one.address for one in (backend, *others)) * 2,  # who died is back by the second time
             replica=backend.name,
             recipe=backend.recipe + (" (overflow)" if own.overflowed else ""),
             body=_renamed(body, own.model.name) if renamed else None,

@@ -18,7 +18,7 @@ MARKS = "powerband"  # the name under which the answer's course is noted in the 
 
 LONGEST_WAIT_S = 600
 _LARGEST_BODY_BYTES = 8 * 2**20
-_RETRIES = 2
+_RETRIES = 5  # three replicas, twice
 
 # Where an answer begins and how many pieces it has is seen in Envoy itself: no token passes through Python. An engine
 # may send its head long before its first token, so it is the first piece of the body that counts. This runs for every

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from powerband import engines
+from powerband.errors import InputError
 from powerband.launchers import local
 from powerband.runtime import ports
+from powerband.runtime.ports import Port
 from powerband.runtime.process import Process
 from powerband.serve import relay
 
@@ -30,20 +32,22 @@ class Taken:
 
 
 @contextlib.asynccontextmanager
-async def taken(data: dict[str, Any], directory: Path, *, host: str = "127.0.0.1") -> AsyncIterator[Taken]:
-    """Start a replica of a deployment, and yield it once it answers."""
+async def taken(
+    data: dict[str, Any], directory: Path, *, host: str = "127.0.0.1", port: int | None = None
+) -> AsyncIterator[Taken]:
+    """Start a replica of a deployment, and yield it once it answers: at that port again, if nobody took it."""
     directory.mkdir(parents=True, exist_ok=True)
     prepared = await asyncio.to_thread(local.prepare, engines.deployment_of(data))
     async with contextlib.AsyncExitStack() as stack:
         replica = await stack.enter_async_context(local.launch(prepared, directory=directory))
-        port, before = replica.port, None
-        assert port is not None
+        answering, before = replica.port, None
+        assert answering is not None
         if relay.compiled():
-            own = stack.enter_context(ports.reserve(host))
-            before = Process(relay.command(host, own.number, port), log=directory / "relay.log")
+            own = stack.enter_context(_reserved(host, port))
+            before = Process(relay.command(host, own.number, answering), log=directory / "relay.log")
             await stack.enter_async_context(before)
             await _listening(host, own.number)
-            port = own.number
+            answering = own.number
 
         async def ended() -> None:
             await _first([replica.watch(), *([before.ended.wait()] if before else [])])
@@ -52,8 +56,15 @@ async def taken(data: dict[str, Any], directory: Path, *, host: str = "127.0.0.1
             return (await replica.gauges()).model_dump(exclude_none=True)
 
         pid = replica.process.pid if replica.process else None
-        yield Taken(f"{host}:{port}", replica.url, pid, ended, gauges)
+        yield Taken(f"{host}:{answering}", replica.url, pid, ended, gauges)
         await asyncio.sleep(_FAREWELL_S)
+
+
+def _reserved(host: str, number: int | None) -> Port:
+    if number is not None:
+        with contextlib.suppress(InputError):
+            return ports.reserve(host, number)
+    return ports.reserve(host)
 
 
 async def _listening(host: str, port: int) -> None:

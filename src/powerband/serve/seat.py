@@ -26,6 +26,7 @@ class Seat:
         self.name, self.pool, self.part, self.folder = name, pool, part, folder
         self.afar, self.on_change = afar, on_change
         self.replica: place.Taken | None = None
+        self._port: int | None = None  # of the last one: requests that wait for an answer may still ask there
         self.draining = False
         self.warm = False  # started, and asked nothing
         self.starts = 0
@@ -67,6 +68,7 @@ class Seat:
         try:
             async with self._taken(data, directory) as replica:
                 self.replica, self.start_s = replica, time.monotonic() - began
+                self._port = int(replica.address.rpartition(":")[2])
                 self.on_change()
                 gone = asyncio.ensure_future(replica.ended())
                 try:
@@ -84,7 +86,7 @@ class Seat:
             from powerband.serve import afar
 
             return afar.taken(data, directory)
-        return place.taken(data, directory)
+        return place.taken(data, directory, port=self._port)
 
     async def read_gauges(self) -> None:
         """Ask the engine what it counts; one that is too busy to say so is not asked for long."""
