@@ -50,13 +50,19 @@ def test_several_tokens_in_a_chunk_are_counted_by_the_server() -> None:
     assert level["latencies"]["itl"]["percentiles"]["p50"]["value"] == pytest.approx(0.040, rel=0.05)
 
 
-def test_turns_carry_the_earlier_ones_and_their_answers(tmp_path: Path) -> None:
-    workload = faults.CHAT.replace("rate_per_s: 40", "rate_per_s: 30") + "turns: {count: 3, think_s: 50ms}\n"
+def in_turns(folder: Path, turns: str, *words: str, rate_per_s: int) -> Path:
+    """Ask a golden server in sessions of several turns; return where the result is."""
+    workload = faults.CHAT.replace("rate_per_s: 40", f"rate_per_s: {rate_per_s}") + f"turns: {{{turns}}}\n"
     with golden(itl_us=2000) as server:
-        (tmp_path / "w.yaml").write_text(workload)
-        argv = [sys.executable, "-m", "powerband", "bench", server.url, "--workload", str(tmp_path / "w.yaml")]
-        subprocess.run([*argv, "--duration", "4s", "--output", str(tmp_path / "out"), "--force"], check=False)
-    found = records.read(tmp_path / "out" / "level-01.npz")
+        (folder / "w.yaml").write_text(workload)
+        argv = [sys.executable, "-m", "powerband", "bench", server.url, "--workload", str(folder / "w.yaml")]
+        subprocess.run([*argv, *words, "--output", str(folder / "out"), "--force"], check=False)
+    return folder / "out"
+
+
+def test_turns_carry_the_earlier_ones_and_their_answers(tmp_path: Path) -> None:
+    out = in_turns(tmp_path, "count: 3, think_s: 50ms", "--duration", "4s", rate_per_s=30)
+    found = records.read(out / "level-01.npz")
     by_turn: dict[int, set[int]] = {0: set(), 1: set(), 2: set()}
     for number, prompt, complete in zip(found["number"], found["prompt"], found.complete(), strict=True):
         if complete:
@@ -66,23 +72,14 @@ def test_turns_carry_the_earlier_ones_and_their_answers(tmp_path: Path) -> None:
 
 
 def test_turns_are_counted_as_requests_are(tmp_path: Path) -> None:
-    workload = faults.CHAT + "turns: {count: 3, think_s: 50ms}\n"
-    with golden(itl_us=2000) as server:
-        (tmp_path / "w.yaml").write_text(workload)
-        argv = [sys.executable, "-m", "powerband", "bench", server.url, "--workload", str(tmp_path / "w.yaml")]
-        argv += ["--requests", "60", "--seed", "3", "--output", str(tmp_path / "out"), "--force"]
-        subprocess.run(argv, check=False)
-    level = json.loads((tmp_path / "out" / "measurement.json").read_text())["levels"][0]
+    out = in_turns(tmp_path, "count: 3, think_s: 50ms", "--requests", "60", "--seed", "3", rate_per_s=40)
+    level = json.loads((out / "measurement.json").read_text())["levels"][0]
     assert 60 <= level["requests"] <= 90
 
 
 def test_a_window_of_turns_begins_when_sessions_have_run_their_course(tmp_path: Path) -> None:
-    workload = faults.CHAT.replace("rate_per_s: 40", "rate_per_s: 60") + "turns: {count: 4, think_s: 1s}\n"
-    with golden(itl_us=2000) as server:
-        (tmp_path / "w.yaml").write_text(workload)
-        argv = [sys.executable, "-m", "powerband", "bench", server.url, "--workload", str(tmp_path / "w.yaml")]
-        subprocess.run([*argv, "--requests", "400", "--output", str(tmp_path / "out"), "--force"], check=False)
-    level = json.loads((tmp_path / "out" / "measurement.json").read_text())["levels"][0]
+    out = in_turns(tmp_path, "count: 4, think_s: 1s", "--requests", "400", rate_per_s=60)
+    level = json.loads((out / "measurement.json").read_text())["levels"][0]
     assert level["warmup_s"] > 3, "three pauses of a second"
     assert level["requests"] / level["window_s"] == pytest.approx(60, rel=0.25)
 
@@ -166,7 +163,7 @@ def test_the_report_stands_alone_and_diff_reads_the_files(tmp_path: Path) -> Non
     def run(name: str, ttft_us: int, seed: int) -> None:
         with golden(ttft_us=ttft_us) as server:
             argv = [sys.executable, "-m", "powerband", "bench", server.url, "--workload", str(tmp_path / "w.yaml")]
-            words = ["--duration", "4s", "--seed", "3", "--output", str(tmp_path / name)]
+            words = ["--duration", "4s", "--seed", str(seed), "--output", str(tmp_path / name)]
             subprocess.run([*argv, *words, "--force"], check=False, capture_output=True)
 
     def diff(one: str, other: str) -> dict[str, object]:

@@ -125,6 +125,7 @@ class Steering:
     def __init__(self, plan: Plan, traffic: prompts.Traffic, *, slo: SLO | None, stopping: threading.Event) -> None:
         self.plan, self.traffic, self.slo, self.stopping = plan, traffic, slo, stopping
         self.users = prompts.users(plan.workload)
+        self.in_sessions = traffic.turns > 1 and not self.users
         self.warm_s: float | None = None
         self.seen: list[tuple[float, int]] = []  # (elapsed, in flight)
         self.hopeless = 0
@@ -185,7 +186,7 @@ class Steering:
 
     def _is_warm(self, now: float, finished: int) -> bool:
         """As many leave as arrive: one answer's time has passed, and no more are in flight than a while ago."""
-        if self.traffic.turns > 1 and not self.users and not self._in_every_turn(now):
+        if self.in_sessions and not self._in_every_turn(now):
             return now >= _MOST_SESSION_S
         if now >= min(_MOST_WARM_S, max(_USUAL_WARM_S, 2 * self.unhurried_s)):
             return True
@@ -203,7 +204,7 @@ class Steering:
 
     def _time_sessions(self, records: Records) -> None:
         turns = self.traffic.turns
-        for row in range(self._looked, len(records)) if turns > 1 and not self.users else ():
+        for row in range(self._looked, len(records)) if self.in_sessions else ():
             session, turn = divmod(records["number"][row], turns)
             if turn == turns - 1:
                 self.sessions_s.append(records["end"][row] / 1e9 - self.traffic.due_s[session])
@@ -324,7 +325,7 @@ def observe(
 
 
 def _session_s(steering: Steering, run: Run) -> float:
-    if steering.traffic.turns == 1 or steering.users:
+    if not steering.in_sessions:
         return 0.0
     return statistics.quantile(sorted(steering.sessions_s or [run.elapsed_s]), 0.5)
 
