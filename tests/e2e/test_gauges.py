@@ -9,6 +9,7 @@ from powerband.core.engine import Gauges
 from support.engines import long_prompt, started
 
 PLACES = 2  # how many requests each engine may run at once
+ANSWER = 128  # tokens: long enough to be seen at it
 KNOBS: dict[str, dict[str, Any]] = {"llamacpp": {"parallel": PLACES}, "vllm": {"max_num_seqs": PLACES}}
 
 
@@ -20,7 +21,7 @@ async def test_the_same_load_moves_the_same_gauges(engine: str) -> None:
     async with started(engine, **KNOBS[engine]) as server:
         before = await server.replica.gauges()
         work = [
-            asyncio.create_task(server.complete(long_prompt(400), max_tokens=32, ignore_eos=True)) for _ in range(5)
+            asyncio.create_task(server.complete(long_prompt(400), max_tokens=ANSWER, ignore_eos=True)) for _ in range(5)
         ]
         seen: list[Gauges] = []
         while not all(one.done() for one in work):
@@ -40,7 +41,7 @@ async def test_the_same_load_moves_the_same_gauges(engine: str) -> None:
         return float(last - first)
 
     prompt = grown("prompt_tokens")
-    assert grown("output_tokens") == 5 * 32
+    assert grown("output_tokens") == 5 * ANSWER
     assert 5 * 400 < prompt < 5 * 800
     assert grown("prefix_queries_tokens") == prompt
     assert 0.3 * prompt < grown("prefix_hits_tokens") < 0.9 * prompt  # the first ones at once find nothing yet

@@ -6,6 +6,8 @@ import pytest
 
 from support import faults, models
 
+pytestmark = pytest.mark.quiet
+
 SHORT = """\
 powerband: workload/1
 name: short
@@ -14,7 +16,7 @@ prompt: {shape: uniform, low: 20, high: 60}
 output: {shape: uniform, low: 8, high: 24}
 prefix: {tokens: 40}
 """
-SLO = "powerband: slo/1\nttft: {p50: 1s}\n"
+SLO = "powerband: slo/1\nttft: {p50: 30s}\n"  # answers, not speed: the CPU may be any
 
 
 ENVIRONMENT = {"foreign load", "client", "steady state"}  # a shared machine may be busy

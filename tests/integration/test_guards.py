@@ -9,6 +9,8 @@ from powerband.bench import guards
 from support import faults
 from support.golden import golden
 
+pytestmark = pytest.mark.quiet
+
 
 @pytest.mark.parametrize("guard", faults.FAULTS)
 def test_a_guard_refuses_a_real_fault(guard: str) -> None:

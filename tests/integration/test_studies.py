@@ -8,17 +8,22 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 
 from powerband import serve
+from powerband.core.deployment import Deployment
 from powerband.core.recipe import Recipe
 from powerband.core.study import Study
 from powerband.store import documents
+from powerband.tune import rig as trying
 from powerband.tune.order import Order, rig_of
 from support.studies import argv
+
+pytestmark = pytest.mark.quiet
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +79,16 @@ def test_a_study_is_not_written_over(folder: Path) -> None:
     assert done.returncode == 2 and "--resume" in done.stderr
 
 
+def test_trials_of_another_question_are_not_gone_on_with(folder: Path) -> None:
+    before = (folder / "trials.jsonl").read_text()
+    stricter = folder.parent / "stricter.yaml"
+    stricter.write_text("powerband: slo/1\nttft: {p90: 200ms}\n")
+    again = argv(folder.parent, "study", "--resume", "--slo", str(stricter))
+    done = subprocess.run(again, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "holds trials with another SLO\n" in done.stderr, done.stderr
+    assert (folder / "trials.jsonl").read_text() == before
+
+
 async def test_what_would_lead_the_search_passes_the_whole_gate_first(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +109,25 @@ async def test_what_would_lead_the_search_passes_the_whole_gate_first(
     assert asked == [known.settings]
 
 
+async def test_a_variant_that_takes_long_to_make_is_not_a_trial_that_takes_long(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = documents.of(Study, folder / "study.json")
+    rig = rig_of(Order("golden", study.workload, study.slo, engines=("fake",)), tmp_path)
+    own, settings = rig.deployment, study.trials[0].settings
+
+    async def made(settings: dict[str, str]) -> Deployment[Any]:
+        await asyncio.sleep(1)
+        return await own(settings)
+
+    monkeypatch.setattr(rig, "deployment", made)
+    monkeypatch.setattr(trying, "_LONGEST_S", 0.5)
+    monkeypatch.setattr(rig, "climb", lambda *_, **__: asyncio.sleep(30))
+    found = await rig.attempt(1, settings, expected=None, best=None)
+    assert found.outcome == "failed" and found.reason.startswith("it did not come to an end")
+    assert found.aside_s >= 1 and found.seconds >= found.aside_s + 0.5
+
+
 async def test_changed_traffic_is_tuned_for_while_nobody_asks(folder: Path, tmp_path: Path) -> None:
     parts, _ = serve.resolved(folder / "recipe.yaml")
     async with serve.fleet(parts, folder=tmp_path, capture=True) as fleet, httpx.AsyncClient(timeout=30) as http:
@@ -106,9 +140,10 @@ async def test_changed_traffic_is_tuned_for_while_nobody_asks(folder: Path, tmp_
                 assert answer.status_code == 200, answer.text
 
         async def verdict(said: asyncio.StreamReader) -> dict[str, object]:
-            while "promoted" not in (told := json.loads(await said.readline())):
-                if "error" in told:  # a busy machine; with as many requests again it is tried again
-                    await ask(200)
+            async with asyncio.timeout(400):
+                while "promoted" not in (told := json.loads(await said.readline())):
+                    if "error" in told:  # a busy machine; with as many requests again it is tried again
+                        await ask(200)
             return dict(told)
 
         await ask(150)

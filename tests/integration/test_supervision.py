@@ -78,6 +78,7 @@ async def test_it_is_ready_inside_and_gone_after(tmp_path: Path) -> None:
     assert str(port) in (tmp_path / "command.sh").read_text()
 
 
+@pytest.mark.quiet
 async def test_the_golden_server_keeps_its_pacing(tmp_path: Path) -> None:
     """First token after 50 ms, then one per 20 ms: held to 15 ms in the median on a shared machine."""
     firsts, gaps = [], []
@@ -204,6 +205,15 @@ async def test_temporary_files_go_with_the_engine(tmp_path: Path) -> None:
         made = Path(log.read_text().strip())
         assert made.exists()
     assert not made.exists() and not made.parent.exists()
+
+
+async def test_what_an_engine_compiles_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POWERBAND_CACHE", str(tmp_path / "cache"))
+    async with running(tmp_path) as replica:
+        assert replica.process is not None and replica.process.pid is not None
+        told = psutil.Process(replica.process.pid).environ()
+    assert told["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "compiled")
+    assert not told["TORCHINDUCTOR_CACHE_DIR"].startswith(told["TMPDIR"])
 
 
 async def test_a_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

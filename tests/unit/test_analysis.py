@@ -3,6 +3,7 @@
 import math
 import random
 import statistics as oracle
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +11,14 @@ import pytest
 
 from powerband import metrics
 from powerband.bench import _best, analysis, compare, profiles, reconcile
-from powerband.bench.level import Plan
 from powerband.bench.profiles import Amount
+from powerband.bench.steering import Plan, Steering
 from powerband.core.measurement import GRID, Distribution, Level, Measurement, Promise, Timeline, Verdict
 from powerband.core.records import Records
 from powerband.core.slo import SLO
-from powerband.core.workload import Workload
+from powerband.core.workload import Turns, Workload
+from powerband.load import prompts, tokens
+from powerband.load.generator import Progress
 from powerband.store import records as files
 
 WORKLOAD = Workload.model_validate(
@@ -105,7 +108,7 @@ def test_records_in_another_order_keep_their_gaps() -> None:
     made = records(20)
     turned = made.select(range(19, -1, -1))
     assert turned.gaps_of(0) == made.gaps_of(19)
-    assert turned.ordered().columns == made.columns and turned.ordered().gaps == made.gaps
+    assert turned.ordered("due").columns == made.columns and turned.ordered("due").gaps == made.gaps
     both = records(20)
     both.extend(made)
     assert both.gaps_of(25) == made.gaps_of(5)
@@ -236,3 +239,29 @@ def test_amounts() -> None:
     assert closed.counted and closed.requests == 30
     assert not math.isinf(closed.window_s)
     assert isinstance(level(1).latencies["ttft"], Distribution)
+
+
+def test_a_window_of_users_begins_when_each_was_answered_once() -> None:
+    users = 32
+    plan = Plan(WORKLOAD.with_users(users), window_s=10, requests=100, counted=True)
+    traffic = prompts.prepare(plan.workload, 200, vocabulary=tokens.vocabulary(None))
+    steering = Steering(plan, traffic, slo=None, stopping=threading.Event())
+    for answered, warm_s in ((users - 1, None), (users, 20.0)):
+        steering(Progress(elapsed_s=20.0, finished=answered, in_flight=users), records(answered))
+        assert steering.warm_s == warm_s
+
+
+@pytest.mark.parametrize(("bound_s", "answers"), [(0.09, 15), (0.2, None)])  # all late, a few
+def test_what_is_mostly_late_before_the_window_is_given_up(bound_s: float, answers: int | None) -> None:
+    slo = SLO.model_validate({"ttft": {"p90": bound_s}})
+    workload = WORKLOAD.model_copy(update={"turns": Turns(count=5)})
+    traffic = prompts.prepare(workload, 200, vocabulary=tokens.vocabulary(None))
+    plan = Plan(workload, window_s=5, requests=50, stop_hopeless=True, counted=True)
+    steering = Steering(plan, traffic, slo=slo, stopping=threading.Event())
+    given_up = None
+    for answered in range(1, 40):
+        if steering(Progress(elapsed_s=0.5, finished=answered, in_flight=5), records(answered)):
+            given_up = answered
+            break
+    assert given_up == answers
+    assert steering.warm_s == (0.5 if answers else None), "what was late is what was measured"

@@ -157,3 +157,23 @@ def test_an_8_bit_kv_cache_halves_the_bytes_per_token() -> None:
     assert per_token("llamacpp", cache_type_k="q8_0", cache_type_v="q8_0") == 23040 * 17 / 32
     assert per_token("vllm") == 23040
     assert 1.8 < per_token("vllm") / per_token("vllm", kv_cache_dtype="int8_per_token_head") <= 2.0
+
+
+@pytest.mark.parametrize(("instructions", "offered"), [({"avx2"}, True), ({"avx512f", "avx512_bf16"}, False)])
+def test_vllm_is_offered_wide_floats_where_the_cpu_multiplies_no_narrow_ones(
+    instructions: set[str], offered: bool
+) -> None:
+    host = HOST.model_copy(update={"instruction_sets": frozenset(instructions)})
+    published = MODEL.model_copy(update={"dtype": "bfloat16"})
+    space = engines.get("vllm").space(model=published, host=host, context=2048)
+    assert ("floats" in [one.name for one in space.levers]) is offered
+
+
+def test_wide_floats_take_twice_the_room_and_leave_8_bit_weights_as_they_are() -> None:
+    published = MODEL.model_copy(update={"dtype": "bfloat16"})
+    data = {"variant": {"source": "/m"}, "engine": "vllm", "config": {"dtype": "float32"}}
+    deployment = engines.deployment_type("vllm").model_validate(data)
+    found = engines.get("vllm").footprint(deployment, model=published, host=HOST)
+    assert (found.weights_bytes, found.kv_bytes_per_token) == (2 * 269_000_000, 2 * 23040)
+    narrow = published.model_copy(update={"quantization": "compressed-tensors"})
+    assert engines.get("vllm").footprint(deployment, model=narrow, host=HOST).weights_bytes == 269_000_000

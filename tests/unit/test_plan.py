@@ -247,3 +247,16 @@ def test_fewer_cores_are_expected_to_do_less() -> None:
 
     some = seconds(VLLM_CPU_NUM_OF_RESERVED_CPU=half)
     assert seconds(VLLM_CPU_NUM_OF_RESERVED_CPU=0) < seconds() < some
+
+
+@pytest.mark.parametrize(("name", "quicker"), [("h100-sxm", True), ("c7i-8xlarge", False)])
+def test_a_narrow_kv_cache_saves_time_where_it_is_multiplied_as_it_is(name: str, quicker: bool) -> None:
+    shape, device = model("Qwen/Qwen3-0.6B").shape, plan.device(name)
+    assert shape is not None
+
+    def seconds(kv_bytes: float) -> float:
+        steps = Steps(shape, plan.scheme("bf16"), Split(), kv_bytes=kv_bytes)
+        return StepTimes(steps, device, Coefficients(engine="vllm"))(Batch(decodes=64, context=2000))
+
+    wide, narrow = seconds(2.0), seconds(1.0)
+    assert narrow < 0.8 * wide if quicker else narrow == pytest.approx(wide)

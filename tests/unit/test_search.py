@@ -1,27 +1,33 @@
 """The search, the contest and the journal: what decides between deployments, without starting one."""
 
+import contextlib
 import json
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from powerband.bench.profiles import Amount, climb, knee
+from powerband.bench.profiles import Amount, climb, crowd, knee, troubled
 from powerband.core.engine import Lever
-from powerband.core.measurement import GRID, Distribution, Level, Promise, Timeline
+from powerband.core.measurement import GRID, Distribution, Level, Promise, Timeline, Verdict
 from powerband.core.recipe import Recipe
 from powerband.core.slo import SLO
 from powerband.core.statistics import Interval
-from powerband.core.study import Drafted, Settings, Trial
+from powerband.core.study import Drafted, Outcome, Settings, Trial
 from powerband.core.workload import Workload
 from powerband.engines.vllm import VllmConfig
+from powerband.errors import InputError, InvalidMeasurement
+from powerband.runtime import devices
 from powerband.store import documents
 from powerband.store.journal import Journal
-from powerband.tune import contest
+from powerband.tune import asked, contest
 from powerband.tune.drafts import best, schedule, worthwhile
+from powerband.tune.finals import Contender, _foremost, absent, contender
 from powerband.tune.levers import Levers, key
+from powerband.tune.order import Order, rig_of
 from powerband.tune.search import Search
 
 LEVERS = Levers(
@@ -51,6 +57,14 @@ def truth(settings: Settings) -> float:
 def planned(settings: Settings) -> Interval:
     rate = truth({**settings, "chunk": "big"} if "chunk" in settings else settings) * 1.4
     return Interval(rate, rate / 2, rate * 2)
+
+
+def traffic(**arrivals: str | int) -> Workload:
+    tokens = {"shape": "fixed", "tokens": 10}
+    return Workload.model_validate({"arrivals": arrivals, "prompt": tokens, "output": tokens})
+
+
+ORDER = Order("golden", traffic(process="poisson", rate_per_s=1), SLO.model_validate({"e2e": {"p90": 1.0}}))
 
 
 def study(search: Search, trials: int, value: Callable[[Settings], float] = truth) -> list[Trial]:
@@ -151,6 +165,40 @@ def test_a_tie_is_called_a_tie(contenders: int, rounds: int) -> None:
     assert 0.03 <= claimed / runs <= 0.065
 
 
+def test_the_two_foremost_share_the_rounds_that_are_left_and_a_tie_is_still_a_tie() -> None:
+    finalists, defaults = ([Contender(name, {}, 1.0) for name in names] for names in ("AB", "CD"))
+    rng, claimed, runs = random.Random(1), 0, 2000
+    for _ in range(runs):
+        knees = {name: [math.exp(rng.gauss(0, 0.2)) for _ in range(3)] for name in "ABCD"}
+        best, rival = _foremost(knees, finalists, defaults)
+        for one in (best, rival):
+            knees[one.name] += [math.exp(rng.gauss(0, 0.2)) for _ in range(3)]
+        claimed += contest.ratio(knees, best.name, rival.name, level=0.975).low > 1
+    assert claimed / runs <= 0.05
+    assert contest.ratio({"A": [4.0, 4.2, 9.0], "B": [2.0, 2.1]}, "A", "B").value == pytest.approx(2)
+
+
+def test_who_is_best_of_the_finalists_and_of_the_defaults_may_be_one() -> None:
+    own, other, default = (Contender(name, {}, 1.0) for name in ("own", "other", "default"))
+    knees = {"own": [3.0], "other": [2.0], "default": [4.0]}
+    assert _foremost(knees, [own, other], [default]) == (own, default)
+    assert _foremost(knees, [own, default], [default]) == (default,)
+    assert _foremost({"own": [3.0]}, [own], [default]) == (own,)
+    with pytest.raises(InvalidMeasurement, match="no finalist kept"):
+        _foremost({"default": [4.0]}, [own], [default])
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [("too slow", "two as it comes keeps the SLO at no rate"), ("failed", "two as it comes was not measured: it hung")],
+)
+def test_what_failed_is_not_called_slow(outcome: Outcome, said: str, tmp_path: Path) -> None:
+    rig = rig_of(replace(ORDER, engines=("fake",)), tmp_path)
+    rig.levers = LEVERS
+    trial = Trial(number=1, settings=LEVERS.defaults("two"), outcome=outcome, reason="it hung")
+    assert absent(contender(rig, trial)) == said
+
+
 def test_a_difference_beyond_the_noise_is_told() -> None:
     found = contest.ratio({"A": [3.0, 3.3, 2.8, 3.1], "B": [2.0, 2.1, 1.95, 2.0]}, "A", "B")
     assert found.low > 1 and found.low < 1.5 < found.high
@@ -188,14 +236,34 @@ def test_the_knee_lies_where_the_bound_is_met() -> None:
     assert 2.0 < (knee([level(2.0, 0.99), level(2.6, 4.0)]) or 0.0) < 2.05
 
 
+def test_users_who_wait_show_the_knee_by_what_they_are_answered() -> None:
+    users = {"rate_per_s": None, "users": 32}
+    assert knee([level(0.0, 0.5, achieved=1.7).model_copy(update=users)]) == 1.7
+    assert knee([level(0.0, 1.5, achieved=1.7).model_copy(update=users)]) is None
+
+
+def test_unsteady_users_say_nothing_and_an_unsteady_rate_is_too_high() -> None:
+    unsteady = (Verdict(guard="steady state", valid=False, sentence="not steady"),)
+    rate = level(2.0, 0.5).model_copy(update={"verdicts": unsteady})
+    assert not troubled(rate) and troubled(rate.model_copy(update={"rate_per_s": None, "users": 32}))
+
+
+@pytest.mark.parametrize(("answered_per_s", "asked"), [(1.7, [64]), (38.0, [64, 380])])
+def test_users_who_wait_are_watched_long_enough(answered_per_s: float, asked: list[int]) -> None:
+    workload = traffic(process="closed", users=32)
+    steps = crowd(workload, SLO.model_validate({"e2e": {"p90": "1s"}}), Amount(least=50))
+    found: list[int] = []
+    plan, _ = next(steps)
+    with contextlib.suppress(StopIteration):
+        while True:
+            assert plan.workload == workload.with_seed(len(found)) and plan.counted
+            found.append(plan.requests)
+            plan, _ = steps.send(level(0.0, 0.5, achieved=answered_per_s))
+    assert found == asked
+
+
 def test_a_rough_climb_brackets_the_knee_and_gives_up_below_what_is_wanted() -> None:
-    workload = Workload.model_validate(
-        {
-            "arrivals": {"process": "poisson", "rate_per_s": 1},
-            "prompt": {"shape": "fixed", "tokens": 10},
-            "output": {"shape": "fixed", "tokens": 10},
-        }
-    )
+    workload = traffic(process="poisson", rate_per_s=1)
 
     def run(start: float, least: float) -> list[float]:
         slo = SLO.model_validate({"ttft": {"p95": "1s"}})
@@ -224,6 +292,17 @@ def test_a_journal_forgets_a_line_that_was_being_written(tmp_path: Path) -> None
     assert journal.read() == [{"number": 1}, {"number": 2}]
     journal.add({"number": 3})
     assert [json.loads(line)["number"] for line in journal.path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_study_does_not_go_on_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    levers, here = Levers({"fake": ()}, {}), devices.this_host()
+    asked.note(ORDER, levers, tmp_path)
+    noted = (tmp_path / "asked.json").read_text()
+    asked.note(replace(ORDER, budget_s=60.0, model="elsewhere/golden"), levers, tmp_path)
+    monkeypatch.setattr(devices, "this_host", lambda: here.model_copy(update={"cpu_name": "a slower one"}))
+    with pytest.raises(InputError, match=r"holds trials with another machine$"):
+        asked.note(ORDER, levers, tmp_path)
+    assert (tmp_path / "asked.json").read_text() == noted
 
 
 def test_a_recipe_is_a_file_that_reads_back() -> None:

@@ -17,8 +17,9 @@ from typing import Any, Literal
 import powerband
 from powerband import engines
 from powerband.bench import profiles
-from powerband.bench.level import Bench, Block, Plan, Steering, pool
+from powerband.bench.level import Bench, Block, pool
 from powerband.bench.profiles import Amount, keeps, troubled
+from powerband.bench.steering import Plan, Steering
 from powerband.core.measurement import Level, Measurement
 from powerband.core.records import Records
 from powerband.core.slo import SLO
@@ -45,7 +46,7 @@ class Order:
     rates: tuple[float, ...] = ()
     start_per_s: float | None = None
     least_per_s: float | None = None  # a climb gives up where this rate breaks the SLO
-    rough: bool = False  # a climb ends with a wide bracket, and confirms nothing
+    rough: bool = False  # a climb ends with a wide bracket, and confirms nothing; users who wait set their own pace
     amount: Amount = field(default_factory=Amount)
     base: Path | None = None  # of the workload's own paths
     blocks: int = 1
@@ -136,8 +137,10 @@ async def _server(replica: Replica) -> Engine[Any]:
 
 async def _steps(own: Bench, order: Order) -> profiles.Steps:
     if order.profile == "climb":
-        start = order.start_per_s or await _first_guess(own, order.workload)
         assert order.slo is not None
+        if order.rough and prompts.users(order.workload):
+            return profiles.crowd(order.workload, order.slo, order.amount)
+        start = order.start_per_s or await _first_guess(own, order.workload)
         return profiles.climb(
             order.workload,
             order.slo,

@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
 from powerband.bench import guards
-from powerband.bench.level import Plan
+from powerband.bench.steering import Plan
 from powerband.core import statistics
 from powerband.core.measurement import GRID, Level
 from powerband.core.slo import SLO
@@ -24,6 +24,7 @@ _STEP, _SMALL_STEP, _LONGER = (
     1.5,
 )  # a rough climb's steps become longer: it may have been told to start far away
 _TRIES = 3
+_EACH = 2  # requests of each user of a crowd, at least
 _NEAR, _FAR = 0.02, 1.5  # how far from its bound a percentile may count to be, as a logarithm
 _LARGEST_STEPS = 12
 
@@ -129,12 +130,25 @@ def climb(
             holds /= _CLOSE
 
 
+def crowd(workload: Workload, slo: SLO, amount: Amount) -> Steps:
+    """Let the workload's own users ask, who wait for their answers: no load is higher than what they are answered."""
+    requests = max(amount.least or enough(slo), _EACH * prompts.users(workload))
+    for block in range(_TRIES):
+        level = yield replace(amount, requests=requests).plan(workload, slo, block=block, hopeless=True), False
+        longer = math.ceil(level.achieved_per_s * _LEAST_WINDOW_S)
+        if not troubled(level) and longer <= requests * _CLOSE:
+            return
+        requests = max(requests, longer)
+
+
 def knee(levels: Sequence[Level]) -> float | None:
     """Return where the SLO just holds, between the highest load that keeps it and the lowest that breaks it.
 
-    How far the two are from the bounds says where between them; a load that is answered more slowly than it comes, and
-    yet within the bounds, says what is answered. None where no load keeps it.
+    How far the two are from the bounds says where between them. A load that is answered more slowly than it comes, and
+    yet within the bounds, says what is answered; so do users who wait for their answers. None where no load keeps it.
     """
+    if answered := [one.achieved_per_s for one in levels if one.users and keeps(one)]:
+        return answered[-1]
     broken = [one for one in levels if one.rate_per_s and not (keeps(one) or troubled(one))]
     beyond = min(broken, key=lambda one: one.rate_per_s or 0.0, default=None)
     most = (beyond.rate_per_s or 0.0) if beyond else math.inf
@@ -171,7 +185,8 @@ def troubled(level: Level) -> bool:
     refused = {one.guard for one in level.refused}
     if level.stopped_early:  # its window was cut short
         refused -= {"sample size", "steady state"}
-    return bool(refused) and refused <= guards.TROUBLE
+    trouble = guards.TROUBLE | ({"steady state"} if level.users else set())  # who ask no more than they are answered
+    return bool(refused) and refused <= trouble
 
 
 def keeps(level: Level) -> bool:

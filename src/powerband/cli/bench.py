@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from powerband.bench import Order
-    from powerband.bench.level import Plan, Steering
+    from powerband.bench.steering import Plan, Steering
     from powerband.core.measurement import Level, Measurement
     from powerband.launchers.local import Prepared
     from powerband.load.generator import Progress

@@ -49,7 +49,8 @@ class Against(Value):
 
     name: str
     settings: Settings
-    knee_per_s: float | None = Field(description="None: it kept the SLO at no rate")
+    knee_per_s: float | None = Field(description="None: it kept the SLO at no rate, or was not measured")
+    why: str = Field(default="", description="why it was not measured")
     ratio: Interval | None = Field(description="the recipe's over this one's")
 
 

@@ -76,12 +76,12 @@ class Records:
             chosen.columns["gap_ends"].append(len(chosen.gaps))
         return chosen
 
-    def ordered(self) -> Records:
-        """Return the records in the order in which they were due."""
-        due = self.columns["due"]
-        if all(due[row] <= due[row + 1] for row in range(len(due) - 1)):
+    def ordered(self, by: str) -> Records:
+        """Return the records in the order of these times."""
+        when = self.columns[by]
+        if all(when[row] <= when[row + 1] for row in range(len(when) - 1)):
             return self
-        return self.select(sorted(range(len(self)), key=due.__getitem__))
+        return self.select(sorted(range(len(self)), key=when.__getitem__))
 
     def complete(self) -> Iterator[bool]:
         """Tell of each request whether it was answered in full."""

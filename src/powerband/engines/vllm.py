@@ -181,7 +181,7 @@ class Vllm(Engine[VllmConfig]):
         )
 
     def space(self, *, model: Model, host: Host, context: int) -> Space:
-        """The batch and its tokens, the KV cache's numbers, n-gram drafts; cores on a CPU, GPUs for each replica."""
+        """The batch and its tokens, the KV cache's numbers, n-gram drafts; on a CPU cores and floats, else GPUs."""
         gpu = bool(host.gpus)
         kv = ("fp8",) if gpu else ("int8_per_token_head", "fp8")
         levers = [
@@ -205,6 +205,9 @@ class Vllm(Engine[VllmConfig]):
         ]
         if not gpu:
             levers.append(Lever(name="cores", settings={"all but one": {}, "all": {"VLLM_CPU_NUM_OF_RESERVED_CPU": 0}}))
+            if model.dtype in _HALF and not host.instruction_sets & _MULTIPLY_HALF:
+                floats: dict[str, dict[str, Any]] = {"as published": {}, "float32": {"dtype": "float32"}}
+                levers.append(Lever(name="floats", settings=floats, spoils=True))
             return Space(always={"kv_cache_memory_bytes": _CPU_KV_BYTES}, sooner=_EAGER, levers=tuple(levers))
         heads = model.shape.heads if model.shape else 1
         ways = [n for n in (2, 4, 8) if n <= len(host.gpus) and heads % n == 0]
@@ -306,10 +309,11 @@ class Vllm(Engine[VllmConfig]):
     def footprint(self, deployment: Deployment[VllmConfig], *, model: Model, host: Host) -> Footprint:
         """Weights, the KV cache that was asked for, and what the server's processes take."""
         config = deployment.config
-        elements = model.kv_elements_per_token()
-        per_token = elements * _kv_bytes_per_element(config.kv_cache_dtype, model) if elements else None
+        elements, widened = model.kv_elements_per_token(), config.dtype == "float32" and model.dtype in _HALF
+        served = model.model_copy(update={"dtype": "float32"}) if widened else model
+        per_token = elements * _kv_bytes_per_element(config.kv_cache_dtype, served) if elements else None
         batch = config.max_num_batched_tokens or 2048
-        weights = model.weight_bytes or 0
+        weights = (model.weight_bytes or 0) * (2 if widened and not model.quantization else 1)
         activations = 4 * batch * 8 * (model.hidden or 0) + 4 * 256 * (model.vocabulary or 0)
         overhead = int(2.2 * 2**30) if not host.gpus else 3 * 2**30
         kv = config.kv_cache_memory_bytes
@@ -325,7 +329,7 @@ class Vllm(Engine[VllmConfig]):
             share = int((config.gpu_memory_utilization or 0.92) * smallest)
             kv = max(ways * (share - activations - overhead) - weights, 0)
         return Footprint(
-            weights_bytes=model.weight_bytes,
+            weights_bytes=weights or None,
             kv_bytes=kv,
             kv_bytes_per_token=per_token,
             activations_bytes=activations,
@@ -371,6 +375,8 @@ def _cores(config: VllmConfig, host: Host) -> int | None:
 
 
 _EAGER = {"enforce_eager": True}
+_HALF = ("bfloat16", "float16")
+_MULTIPLY_HALF = {"amx_bf16", "avx512_bf16", "bf16"}  # without any of these a CPU widens 16-bit floats each time
 _BY_BATCH = "num_speculative_tokens_per_batch_size"
 _CPU_TORCH = "2.13.0"
 _CPU_KV_BYTES = 4 * 2**30  # where nothing is said it takes nearly all memory, which a machine for more has not

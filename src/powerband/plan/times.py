@@ -10,6 +10,8 @@ from powerband.core.coefficients import Coefficients
 from powerband.core.device import Device
 from powerband.plan.work import Batch, Steps, Work
 
+_WIDE = 2.0  # bytes of a number that every device multiplies
+
 
 class Drafting(NamedTuple):
     """So many tokens are guessed for each step, and each is accepted with this chance if those before it were."""
@@ -45,7 +47,9 @@ class StepTimes:
         self._prompt, self._token = prompt, token  # factors for steps that read prompts, and for those that only write
         c, sparse = coefficients, steps.shape.experts > 0
         self._read_weights = device.bandwidth * c.bandwidth * (c.experts_bandwidth if sparse else 1)
-        self._read_kv = device.bandwidth * coefficients.kv_bandwidth
+        # A CPU widens narrow keys and values before it multiplies: they save room there, and no time.
+        widening = min(1.0, steps.kv_bytes / _WIDE) if device.maker == "cpu" else 1.0
+        self._read_kv = device.bandwidth * coefficients.kv_bandwidth * widening
         number_format = steps.scheme.multiplies_in(device.tflops)
         reached = c.compute_in.get(number_format, c.compute) * (c.experts if sparse else 1)
         if number_format == "bf16" and steps.scheme.expert_bits() < 8:

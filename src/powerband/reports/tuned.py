@@ -70,7 +70,7 @@ def trials(found: Sequence[Trial], *, most: int | None = None) -> Table:
 
 def _ratio(one: Against) -> str:
     if one.ratio is None:
-        return "keeps the SLO at no rate" if one.knee_per_s is None else ""
+        return one.why or ("keeps the SLO at no rate" if one.knee_per_s is None else "")
     return f"{one.ratio.value:.2f} [{one.ratio.low:.2f}, {one.ratio.high:.2f}]"
 
 
@@ -162,10 +162,12 @@ def _against_load(recipe: Recipe, blocks: Sequence[Mapping[str, Any]]) -> Iterat
 
 
 def _defaults(recipe: Recipe) -> str:
-    rows = [
-        [escape(one.name), f"{words.number(one.knee_per_s)}/s" if one.knee_per_s else "at no rate", _ratio(one)]
-        for one in recipe.against
-    ]
+    def known(one: Against) -> str:
+        if one.knee_per_s:
+            return f"{words.number(one.knee_per_s)}/s"
+        return "not measured" if one.why else "at no rate"
+
+    rows = [[escape(one.name), known(one), escape(_ratio(one))] for one in recipe.against]
     heads = ["against", "keeps the SLO up to", "the recipe carries so many times that"]
     return (
         f"<section><h2>Against the engines as they come</h2>{html.table(heads, rows, css='left')}</section>"

@@ -21,6 +21,7 @@ from powerband.core.deployment import Deployment
 from powerband.core.engine import Command, Failure, FailureKind, Gauges
 from powerband.engines.base import Engine
 from powerband.errors import EngineFailed
+from powerband.runtime import environment
 from powerband.runtime.process import Process
 
 State = Literal["created", "starting", "answering", "ready", "stopping", "stopped", "failed"]
@@ -33,6 +34,7 @@ _NEXT: dict[State, frozenset[State]] = {
     "stopped": frozenset(),
     "failed": frozenset({"stopped"}),
 }
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"  # by itself among the temporary files, which are gone with the process
 T = TypeVar("T")
 
 
@@ -84,7 +86,7 @@ class Replica:
                 self._enter("starting")
                 if self.log_path.exists():  # what an earlier run said must not be taken for this one's words
                     self.log_path.replace(self.log_path.with_suffix(".log.previous"))
-                self.process = Process(self.command, log=self.log_path, grace_s=self.stop_grace_s)
+                self.process = Process(_keeping(self.command), log=self.log_path, grace_s=self.stop_grace_s)
                 await self.process.__aenter__()
             await self._alive(self._become_ready(), within_s=self.ready_timeout_s)
         except BaseException as error:
@@ -318,3 +320,9 @@ class Replica:
         """Return what every request must carry."""
         key = os.environ.get(getattr(self.deployment.config, "api_key_env", None) or "")
         return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def _keeping(command: Command) -> Command:
+    """Let what an engine compiles outlive it, so that it starts sooner the next time."""
+    kept = os.environ.get(_COMPILED) or str(environment.cache_root() / "compiled")
+    return command.model_copy(update={"env": {_COMPILED: kept} | command.env})

@@ -22,7 +22,7 @@ from powerband.plan.predict import Requests
 from powerband.runtime import devices
 from powerband.store import runs
 from powerband.store.journal import Journal
-from powerband.tune import afar, drafts, finals
+from powerband.tune import afar, asked, drafts, finals
 from powerband.tune.levers import ENGINE, WEIGHTS, Levers
 from powerband.tune.order import Order, rig_of
 from powerband.tune.rig import Attempt, Rig
@@ -64,6 +64,7 @@ async def explore(
     """Search: try deployments until the time for it is over."""
     listener = listener or Listener()
     rig = rig_of(order, folder, stopping=stopping, say=listener.say)
+    asked.note(order, rig.levers, folder)
     rig.levers, drafted = await drafts.measured(rig)
     own = rig.levers
     listener.on_space(own)

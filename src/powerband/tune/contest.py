@@ -30,9 +30,9 @@ def ratio(knees: Knees, one: str, other: str, *, level: float = 0.95) -> Interva
     """Return how many times the knee of one is that of another.
 
     Round by round, so that what befell both of them is not counted; what is left is their own noise, which another
-    contender need not have.
+    contender need not have. Who has left the contest has its first rounds alone.
     """
-    gaps = [math.log(mine / theirs) for mine, theirs in zip(knees[one], knees[other], strict=True)]
+    gaps = [math.log(mine / theirs) for mine, theirs in zip(knees[one], knees[other], strict=False)]
     value, freedom = math.exp(math.fsum(gaps) / len(gaps)), len(gaps) - 1
     if freedom < 1:
         return Interval(value, 0.0, UNBOUND)

@@ -22,7 +22,8 @@ from powerband.tune.levers import ENGINE, key
 from powerband.tune.rig import HELD_OUT, Rig
 
 _FINALISTS = 2
-_LEAST_ROUNDS, _MOST_ROUNDS = 3, 6
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 9
+_SHARE = 0.6  # of the time that is left is for the finals
 _SPARE = 0.85  # of the knee is promised
 _TRIES = 4
 _LATE = 0.5  # of those that may be late may be late when a rate is promised
@@ -35,25 +36,30 @@ class Contender:
     name: str
     settings: Settings
     start_per_s: float | None
+    why: str = ""  # it was not measured
 
 
 async def prove(rig: Rig, study: Study, *, budget_s: float) -> Recipe:
     """Measure the finalists against the defaults, crown one or call it a tie, and see what each lever brought."""
     trial_s, left_s, began = usual_s(study.trials), budget_s - rig.gone_s(study.trials), time.monotonic()
     finalists = await _finalists(rig, study, _FINALISTS if left_s > 2 * least_s(trial_s) else 1)
-    defaults = [_contender(rig, one) for one in study.trials if not rig.levers.turned(one.settings)]
+    defaults = [contender(rig, one) for one in study.trials if not rig.levers.turned(one.settings)]
     able = {key(one.settings): one for one in (*finalists, *defaults) if one.start_per_s}
     left_s -= time.monotonic() - began  # which the gate took
-    rounds = max(_LEAST_ROUNDS, _rounds(trial_s, len(able), 0.6 * left_s))
-    knees = await contest_of(rig, "finals", list(able.values()), rounds)
-    winner, says = await _crown(rig, knees, finalists, defaults)
+    knees = await contest_of(rig, "finals", list(able.values()), _LEAST_ROUNDS)
+    foremost = _foremost(knees, finalists, defaults)
+    spent_s = len(able) * _LEAST_ROUNDS * trial_s
+    if len(foremost) > 1:
+        more = max(0, int((_SHARE * left_s - spent_s) / (len(foremost) * trial_s)))
+        rounds = min(_LEAST_ROUNDS + more, _MOST_ROUNDS)
+        knees |= await contest_of(rig, "finals", foremost, rounds)
+        spent_s += len(foremost) * (rounds - _LEAST_ROUNDS) * trial_s
+    winner, says = await _crown(rig, knees, foremost, level=1 - 0.05 / len(finalists))
     against = [_against(knees, winner.name, one) for one in defaults if one.name != winner.name]
     without = _without(rig, winner)
-    left_s -= len(able) * rounds * trial_s
-    rounds = _rounds(trial_s, len(without) + 1, left_s)
     brought: contest.Knees = {}
-    if without and rounds >= _LEAST_ROUNDS:
-        brought = await contest_of(rig, "levers", [winner, *without], rounds)
+    if without and left_s - spent_s >= _LEAST_ROUNDS * (len(without) + 1) * trial_s:
+        brought = await contest_of(rig, "levers", [winner, *without], _LEAST_ROUNDS)
     elif without:
         rig.say("the time does not reach to see what each lever brings: --resume with a larger --budget")
     promised = await _promise(rig, winner, contest.mean(knees[winner.name]))
@@ -62,18 +68,23 @@ async def prove(rig: Rig, study: Study, *, budget_s: float) -> Recipe:
         study,
         promised,
         settings=winner.settings,
-        says=says,
+        says="; ".join((says, *(absent(one) for one in defaults if one.name not in knees))),
         against=tuple(against),
         waterfall=tuple(_against(brought, winner.name, one) for one in without if brought),
     )
 
 
-def _contender(rig: Rig, trial: Trial) -> Contender:
-    engine, turned = trial.settings[ENGINE], rig.levers.turned(trial.settings)
-    if not turned:
-        return Contender(f"{engine} as it comes", trial.settings, trial.knee_per_s)
-    name = ", ".join(f"{lever} {setting}" for lever, setting in turned.items())
-    return Contender(f"{engine} with {name}", trial.settings, trial.knee_per_s)
+def absent(one: Contender) -> str:
+    """Return why one is not in the contest: what failed is not known to be slow."""
+    return f"{one.name} was not measured: {one.why}" if one.why else f"{one.name} keeps the SLO at no rate"
+
+
+def contender(rig: Rig, trial: Trial) -> Contender:
+    """Return who a trial was of."""
+    turned = ", ".join(f"{lever} {setting}" for lever, setting in rig.levers.turned(trial.settings).items())
+    name = f"{trial.settings[ENGINE]} {f'with {turned}' if turned else 'as it comes'}"
+    why = "" if trial.outcome in ("kept", "too slow") else trial.reason
+    return Contender(name, trial.settings, trial.knee_per_s, why)
 
 
 async def _finalists(rig: Rig, study: Study, most: int) -> list[Contender]:
@@ -82,7 +93,7 @@ async def _finalists(rig: Rig, study: Study, most: int) -> list[Contender]:
     refused = []
     for trial in sorted(study.trials, key=lambda one: -one.value):
         if trial.outcome == "kept" and len(found) < most:
-            one = _contender(rig, trial)
+            one = contender(rig, trial)
             if objection := await rig.objection(one.settings):
                 refused.append(f"{one.name}: {objection}")
             else:
@@ -98,10 +109,6 @@ async def _finalists(rig: Rig, study: Study, most: int) -> list[Contender]:
 def least_s(trial_s: float) -> float:
     """Return how long a proof takes that has a finalist, one engine's defaults, and a promise to hold."""
     return (2 * _LEAST_ROUNDS + 1) * trial_s
-
-
-def _rounds(trial_s: float, contenders: int, time_s: float) -> int:
-    return min(_MOST_ROUNDS, int(time_s / (contenders * trial_s)))
 
 
 async def contest_of(rig: Rig, phase: str, contenders: Sequence[Contender], rounds: int) -> dict[str, list[float]]:
@@ -122,7 +129,7 @@ async def contest_of(rig: Rig, phase: str, contenders: Sequence[Contender], roun
             folder = rig.folder / f"{phase}-{number + 1}-{list(by_name).index(name) + 1}"
             found = await block(rig, by_name[name].settings, folder, start, seed=rig.workload.seed + HELD_OUT + number)
             rate = knee(found.levels) if found else None
-            levels = [_drawn(level) for level in found.levels if level.rate_per_s] if found else []
+            levels = [_drawn(level) for level in found.levels] if found else []
             settings = by_name[name].settings
             journal.add({"round": number, "name": name, "settings": settings, "knee_per_s": rate, "levels": levels})
             noted[number, name] = rate
@@ -133,7 +140,7 @@ async def contest_of(rig: Rig, phase: str, contenders: Sequence[Contender], roun
 def _drawn(level: Level) -> dict[str, Any]:
     """Return what a chart needs of a level."""
     shown = {f"{one.metric} {one.percentile}": one.value_s for one in level.promises}
-    return {"rate_per_s": level.rate_per_s, "kept": keeps(level), **shown}
+    return {"rate_per_s": level.rate_per_s or level.achieved_per_s, "kept": keeps(level), **shown}
 
 
 async def block(
@@ -150,29 +157,43 @@ async def block(
             return None
         except EngineError:
             continue
+        except InvalidMeasurement:
+            if left:
+                continue
+            raise
         if knee(found.levels) or not left:
             return found
     return None
 
 
+def _foremost(
+    knees: contest.Knees, finalists: Sequence[Contender], defaults: Sequence[Contender]
+) -> tuple[Contender, ...]:
+    """Return the best finalist and the better engine's defaults: the rounds that are left are between these two.
+
+    One alone where it is both, or where no engine's defaults keep the SLO.
+    """
+
+    def best(some: Sequence[Contender]) -> list[Contender]:
+        able = sorted((one for one in some if one.name in knees), key=lambda one: contest.mean(knees[one.name]))
+        return able[-1:]
+
+    if not best(finalists):
+        raise InvalidMeasurement("no finalist kept the SLO when it was measured again", hint="is the machine quiet?")
+    return tuple({one.name: one for one in (*best(finalists), *best(defaults))}.values())
+
+
 async def _crown(
-    rig: Rig, knees: contest.Knees, finalists: Sequence[Contender], defaults: Sequence[Contender]
+    rig: Rig, knees: contest.Knees, foremost: Sequence[Contender], *, level: float
 ) -> tuple[Contender, str]:
     """Return the winner, and by how much it is better than the better engine's defaults; those where it is not."""
-
-    def strength(one: Contender) -> float:
-        return contest.mean(knees[one.name]) if one.name in knees else 0.0
-
-    best = max(finalists, key=strength)
-    if not strength(best):
-        raise InvalidMeasurement("no finalist kept the SLO when it was measured again", hint="is the machine quiet?")
-    rivals = [one for one in defaults if one.name in knees]
-    rival = max(rivals, key=strength, default=None)
-    if rival is None:
-        return best, f"{best.name} keeps both promises; no engine's defaults keep the SLO at any rate"
-    if rival.name == best.name:
+    best = foremost[0]
+    if len(foremost) == 1 and rig.levers.turned(best.settings):
+        return best, f"{best.name} keeps both promises"
+    if len(foremost) == 1:
         return best, f"nothing that was tried is better than {best.name}"
-    ratio = contest.ratio(knees, best.name, rival.name, level=1 - 0.05 / len(finalists))
+    rival = foremost[1]
+    ratio = contest.ratio(knees, best.name, rival.name, level=level)
     told = f"{ratio.value:.2f} times [{ratio.low:.2f}, {ratio.high:.2f}]"
     if ratio.low > 1:
         return best, f"{best.name} carries {told} the load of {rival.name}"
@@ -186,7 +207,7 @@ def _against(knees: contest.Knees, winner: str, one: Contender) -> Against:
     if one.name in knees and winner in knees:
         ratio = contest.ratio(knees, winner, one.name)
     mean = contest.mean(knees[one.name]) if one.name in knees else None
-    return Against(name=one.name, settings=one.settings, knee_per_s=mean, ratio=ratio)
+    return Against(name=one.name, settings=one.settings, knee_per_s=mean, why=one.why, ratio=ratio)
 
 
 def _without(rig: Rig, winner: Contender) -> list[Contender]:

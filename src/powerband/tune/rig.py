@@ -153,19 +153,26 @@ class Rig:
         seed: int,
         least_per_s: float | None = None,
     ) -> Measurement:
-        """Find roughly where the SLO breaks."""
+        """Find roughly where the SLO breaks; what could not be measured is not to be taken for slow."""
         slowest_per_s = (self.requests or enough(self.slo)) / self.longest_s
         least_per_s = max(least_per_s or 0.0, slowest_per_s)
         asked = {"start_per_s": start_per_s, "least_per_s": least_per_s, "rough": True}
         found = await self._bench(replica, prepared, folder, self.workload.with_seed(seed), "climb", **asked)
         if found.interrupted:
             raise asyncio.CancelledError
+        if all(map(troubled, found.levels)):
+            raise InvalidMeasurement(
+                f"nothing could be measured: {'; '.join(one.sentence for one in found.levels[-1].refused)}",
+                hint="make the machine quiet, and go on with --resume",
+            )
         return found
 
-    async def hold(self, replica: Replica, prepared: Prepared, folder: Path, *, rate_per_s: float, seed: int) -> Level:
-        """Hold one rate, twice as long as a percentile needs."""
+    async def hold(
+        self, replica: Replica, prepared: Prepared, folder: Path, *, rate_per_s: float, seed: int, blocks: int = 2
+    ) -> Level:
+        """Hold one rate, so many times as long as a percentile needs."""
         workload = self.workload.with_seed(seed).at_rate(rate_per_s)
-        found = await self._bench(replica, prepared, folder, workload, "level", blocks=2, hopeless=True)
+        found = await self._bench(replica, prepared, folder, workload, "level", blocks=blocks, hopeless=True)
         return found.levels[-1]
 
     async def crowd(self, replica: Replica, prepared: Prepared, folder: Path, *, users: int, requests: int) -> Level:
@@ -200,12 +207,14 @@ class Rig:
 
     async def attempt(self, number: int, settings: Settings, *, expected: Interval | None, best: Trial | None) -> Trial:
         """Try settings; whatever goes wrong is a result."""
-        began, aside = time.monotonic(), _Clock()
+        began, limit = time.monotonic(), asyncio.timeout(_LONGEST_S)
+        aside = _Aside(limit)
         folder = self.folder / f"trial-{number:03d}"
         folder.mkdir(exist_ok=True)
         about: dict[str, Any] = {"number": number, "settings": settings, "expected_per_s": expected}
         try:
-            found = await asyncio.wait_for(self._attempt(settings, folder, expected, best, aside), _LONGEST_S)
+            async with limit:
+                found = await self._attempt(settings, folder, expected, best, aside)
         except DeploymentRefused as error:
             found = {"outcome": "ruled out", "reason": error.message}
         except (EngineError, InputError) as error:
@@ -216,7 +225,7 @@ class Rig:
         return Trial.model_validate(about | found | times | {"evidence": folder.name})
 
     async def _attempt(
-        self, settings: Settings, folder: Path, expected: Interval | None, best: Trial | None, aside: _Clock
+        self, settings: Settings, folder: Path, expected: Interval | None, best: Trial | None, aside: _Aside
     ) -> dict[str, Any]:
         alike = self.judged.get(key(self.levers.answering(settings)))
         if alike and alike.outcome == "below the floor":
@@ -241,11 +250,6 @@ class Rig:
             start = least or (0.7 * expected.value if expected and sure else None)
             found = await self.climb(
                 replica, prepared, folder, start_per_s=start, least_per_s=least, seed=self.workload.seed
-            )
-        if all(map(troubled, found.levels)):
-            raise InvalidMeasurement(
-                f"nothing could be measured: {'; '.join(one.sentence for one in found.levels[-1].refused)}",
-                hint="make the machine quiet, and go on with --resume",
             )
         if died := next((one.stopped_early for one in found.levels if "died" in (one.stopped_early or "")), None):
             return seen | {"outcome": "failed", "reason": died}
@@ -272,16 +276,20 @@ class Rig:
         return self.value(0.9 * min(good, default=0.0))
 
 
-class _Clock:
-    """Adds up the seconds that are spent within it."""
+class _Aside:
+    """What is done once for many trials: its seconds are added up, and are not of the time that a trial may take."""
 
-    seconds = 0.0
+    def __init__(self, limit: asyncio.Timeout) -> None:
+        self.seconds, self._limit = 0.0, limit
 
     def __enter__(self) -> None:
-        self._began = time.monotonic()
+        self._began, self._due = time.monotonic(), self._limit.when()
+        self._limit.reschedule(None)
 
     def __exit__(self, *_: object) -> None:
-        self.seconds += time.monotonic() - self._began
+        spent_s = time.monotonic() - self._began
+        self.seconds += spent_s
+        self._limit.reschedule((self._due or 0.0) + spent_s)
 
 
 def _kl(judged: Evaluation) -> float | None:
