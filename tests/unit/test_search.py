@@ -19,11 +19,12 @@ from powerband.core.statistics import Interval
 from powerband.core.study import Drafted, Outcome, Settings, Trial
 from powerband.core.workload import Workload
 from powerband.engines.vllm import VllmConfig
-from powerband.errors import InputError, InvalidMeasurement
+from powerband.errors import EngineError, InputError, InvalidMeasurement
+from powerband.launchers import local
 from powerband.runtime import devices
 from powerband.store import documents
 from powerband.store.journal import Journal
-from powerband.tune import asked, contest
+from powerband.tune import asked, contest, finals
 from powerband.tune.drafts import best, schedule, worthwhile
 from powerband.tune.finals import Contender, _foremost, absent, contender
 from powerband.tune.levers import Levers, key
@@ -197,6 +198,24 @@ def test_what_failed_is_not_called_slow(outcome: Outcome, said: str, tmp_path: P
     rig.levers = LEVERS
     trial = Trial(number=1, settings=LEVERS.defaults("two"), outcome=outcome, reason="it hung")
     assert absent(contender(rig, trial)) == said
+
+
+async def test_what_fails_in_a_contest_is_not_called_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = rig_of(replace(ORDER, engines=("fake",)), tmp_path)
+    starts = []
+
+    def launch(*_: object, **__: object) -> None:
+        starts.append(1)
+        raise EngineError("it died\nof hunger", hint="feed it")
+
+    monkeypatch.setattr(local, "launch", launch)
+    pair = [Contender(name, rig.levers.defaults("fake"), 1.0) for name in "AB"]
+    assert await finals.contest_of(rig, "finals", pair, 3) == {}
+    assert [absent(one) for one in finals._failed(rig, "finals", pair)] == [
+        "A was not measured: it died",
+        "B was not measured: it died",
+    ]
+    assert len(starts) == 4, "each is started twice and then left alone"
 
 
 def test_a_difference_beyond_the_noise_is_told() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,14 @@ async def prove(rig: Rig, study: Study, *, budget_s: float) -> Recipe:
         rounds = min(_LEAST_ROUNDS + more, _MOST_ROUNDS)
         knees |= await contest_of(rig, "finals", foremost, rounds)
         spent_s += len(foremost) * (rounds - _LEAST_ROUNDS) * trial_s
+    defaults = _failed(rig, "finals", defaults)
     winner, says = await _crown(rig, knees, foremost, level=1 - 0.05 / len(finalists))
     against = [_against(knees, winner.name, one) for one in defaults if one.name != winner.name]
     without = _without(rig, winner)
     brought: contest.Knees = {}
     if without and left_s - spent_s >= _LEAST_ROUNDS * (len(without) + 1) * trial_s:
         brought = await contest_of(rig, "levers", [winner, *without], _LEAST_ROUNDS)
+        without = _failed(rig, "levers", without)
     elif without:
         rig.say("the time does not reach to see what each lever brings: --resume with a larger --budget")
     promised = await _promise(rig, winner, contest.mean(knees[winner.name]))
@@ -112,7 +115,10 @@ def least_s(trial_s: float) -> float:
 
 
 async def contest_of(rig: Rig, phase: str, contenders: Sequence[Contender], rounds: int) -> dict[str, list[float]]:
-    """Measure them in turns; who keeps the SLO at no rate is not among the results. What was noted is not repeated."""
+    """Measure them in turns; who fails, or keeps the SLO at no rate, is not among the results.
+
+    What was noted is not repeated.
+    """
     journal = Journal(rig.folder / f"{phase}.jsonl")
     noted = {(note["round"], note["name"]): note["knee_per_s"] for note in journal.read()}
     knees: dict[str, list[float | None]] = {one.name: [] for one in contenders}
@@ -127,14 +133,23 @@ async def contest_of(rig: Rig, phase: str, contenders: Sequence[Contender], roun
             start = contest.mean(so_far) if so_far else by_name[name].start_per_s
             rig.say(f"{phase}, round {number + 1} of {rounds}: {name}")
             folder = rig.folder / f"{phase}-{number + 1}-{list(by_name).index(name) + 1}"
-            found = await block(rig, by_name[name].settings, folder, start, seed=rig.workload.seed + HELD_OUT + number)
-            rate = knee(found.levels) if found else None
-            levels = [_drawn(level) for level in found.levels] if found else []
-            settings = by_name[name].settings
-            journal.add({"round": number, "name": name, "settings": settings, "knee_per_s": rate, "levels": levels})
-            noted[number, name] = rate
+            settings, seed = by_name[name].settings, rig.workload.seed + HELD_OUT + number
+            note: dict[str, Any] = {"round": number, "name": name, "settings": settings}
+            try:
+                found = (await block(rig, settings, folder, start, seed=seed)).levels
+                note |= {"knee_per_s": knee(found), "levels": [_drawn(level) for level in found]}
+            except (EngineError, DeploymentRefused) as error:
+                note |= {"knee_per_s": None, "levels": [], "why": error.message.splitlines()[0]}
+            journal.add(note)
+            noted[number, name] = note["knee_per_s"]
         knees[name].append(noted[number, name])
     return {name: [rate for rate in found if rate] for name, found in knees.items() if all(found)}
+
+
+def _failed(rig: Rig, phase: str, contenders: Sequence[Contender]) -> list[Contender]:
+    """Return the contenders, and of those that failed in a contest why."""
+    noted = {note["name"]: note["why"] for note in Journal(rig.folder / f"{phase}.jsonl").read() if "why" in note}
+    return [replace(one, why=noted.get(one.name, one.why)) for one in contenders]
 
 
 def _drawn(level: Level) -> dict[str, Any]:
@@ -143,27 +158,20 @@ def _drawn(level: Level) -> dict[str, Any]:
     return {"rate_per_s": level.rate_per_s or level.achieved_per_s, "kept": keeps(level), **shown}
 
 
-async def block(
-    rig: Rig, settings: Settings, folder: Path, start_per_s: float | None, *, seed: int
-) -> Measurement | None:
+async def block(rig: Rig, settings: Settings, folder: Path, start_per_s: float | None, *, seed: int) -> Measurement:
     """Start it and find its knee, twice where it does not work at once."""
-    for left in (1, 0):
-        folder.mkdir(exist_ok=True)
-        try:
-            prepared = local.prepare(await rig.deployment(settings))
-            async with local.launch(prepared, directory=folder) as replica:
-                found = await rig.climb(replica, prepared, folder, start_per_s=start_per_s, seed=seed)
-        except DeploymentRefused:
-            return None
-        except EngineError:
-            continue
-        except InvalidMeasurement:
-            if left:
-                continue
-            raise
-        if knee(found.levels) or not left:
+    folder.mkdir(exist_ok=True)
+    prepared = local.prepare(await rig.deployment(settings))
+
+    async def once() -> Measurement:
+        async with local.launch(prepared, directory=folder) as replica:
+            return await rig.climb(replica, prepared, folder, start_per_s=start_per_s, seed=seed)
+
+    with contextlib.suppress(EngineError, InvalidMeasurement):
+        found = await once()
+        if knee(found.levels):
             return found
-    return None
+    return await once()
 
 
 def _foremost(
