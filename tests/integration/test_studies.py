@@ -122,6 +122,7 @@ async def test_a_variant_that_takes_long_to_make_is_not_a_trial_that_takes_long(
 
     monkeypatch.setattr(rig, "deployment", made)
     monkeypatch.setattr(trying, "_LONGEST_S", 0.5)
+    rig.longest_s = 0.1
     monkeypatch.setattr(rig, "climb", lambda *_, **__: asyncio.sleep(30))
     found = await rig.attempt(1, settings, expected=None, best=None)
     assert found.outcome == "failed" and found.reason.startswith("it did not come to an end")

@@ -33,7 +33,8 @@ from powerband.tune.levers import ENGINE, WEIGHTS, Key, Levers, key
 
 HELD_OUT = 1_000_000  # seeds from here on are of requests that the search never sees
 _QUICK_SAMPLES = 8  # texts of each class in the cheap gate
-_READY_S, _LONGEST_S = 300.0, 1800.0
+_READY_S = 300.0
+_LONGEST_S, _LOADS = 1800.0, 3  # a trial may take so long, or as long as so many loads may
 _AS_PUBLISHED = "f16"  # the GGUF that loses nothing of 16-bit weights
 
 Say = Callable[[str], None]
@@ -67,6 +68,11 @@ class Rig:
     say: Say = lambda _: None
     judged: dict[Key, Trial] = field(default_factory=dict)  # by the settings that may change answers
     _reference: Prepared | None = None
+
+    @property
+    def patience_s(self) -> float:
+        """Return how long a trial may take before it is taken to hang."""
+        return max(_LONGEST_S, _LOADS * self.longest_s)
 
     def remember(self, trial: Trial) -> None:
         """Keep what the gate said: deployments that answer alike need not be asked again."""
@@ -207,7 +213,7 @@ class Rig:
 
     async def attempt(self, number: int, settings: Settings, *, expected: Interval | None, best: Trial | None) -> Trial:
         """Try settings; whatever goes wrong is a result."""
-        began, limit = time.monotonic(), asyncio.timeout(_LONGEST_S)
+        began, limit = time.monotonic(), asyncio.timeout(self.patience_s)
         aside = _Aside(limit)
         folder = self.folder / f"trial-{number:03d}"
         folder.mkdir(exist_ok=True)
@@ -220,7 +226,10 @@ class Rig:
         except (EngineError, InputError) as error:
             found = {"outcome": "failed", "reason": _told(error)}
         except TimeoutError:
-            found = {"outcome": "failed", "reason": f"it did not come to an end within {_LONGEST_S / 60:.0f} minutes"}
+            found = {
+                "outcome": "failed",
+                "reason": f"it did not come to an end within {self.patience_s / 60:.0f} minutes",
+            }
         times = {"seconds": round(time.monotonic() - began, 1), "aside_s": round(aside.seconds, 1)}
         return Trial.model_validate(about | found | times | {"evidence": folder.name})
 
