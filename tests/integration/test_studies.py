@@ -16,8 +16,9 @@ import pytest
 
 from powerband import serve
 from powerband.core.deployment import Deployment
-from powerband.core.recipe import Recipe
+from powerband.core.recipe import Against, Recipe
 from powerband.core.study import Study
+from powerband.reports import tuned
 from powerband.store import documents
 from powerband.tune import rig as trying
 from powerband.tune.order import Order, rig_of
@@ -59,6 +60,15 @@ def test_a_killed_study_goes_on_and_ends_in_a_recipe(folder: Path) -> None:
     assert "golden" in recipe.command
     page = (folder / "report.html").read_text()
     assert recipe.says in page and "Everything that was tried" in page
+
+
+def test_the_page_tells_levers_without_which_nothing_was_kept_or_known(folder: Path) -> None:
+    study, recipe = documents.of(Study, folder / "study.json"), documents.of(Recipe, folder / "recipe.yaml")
+    slow = Against(name="one core instead of two", settings={}, knee_per_s=None, ratio=None)
+    failed = slow.model_copy(update={"name": "one core instead of four", "why": "it died at its start"})
+    page = tuned.page(study, recipe.model_copy(update={"waterfall": (slow, failed)}), [])
+    assert f"{slow.name}</td><td class='bar'></td><td>keeps the SLO at no rate" in page
+    assert f"{failed.name}</td><td class='bar'></td><td>it died at its start" in page
 
 
 def test_the_recipe_is_proven_again_and_a_slower_one_is_not(folder: Path) -> None:

@@ -313,14 +313,21 @@ def _css(verdict: str) -> str:
     return {"kept": "good", "broken": "bad"}.get(verdict, "unsure")
 
 
-def bars(caption: str, shown: Iterable[tuple[str, Interval, str]]) -> str:
-    """Return a bar for each name, with its interval and what to say beside it."""
+def bars(caption: str, shown: Iterable[tuple[str, Interval | None, str]]) -> str:
+    """Return a bar for each name, with its interval and what to say beside it; no bar where nothing is known."""
     held = list(shown)
-    most = max(one.high for _, one, _ in held)
+    most = max((one.high for _, one, _ in held if one), default=1.0)
+
+    def bar(one: Interval | None) -> str:
+        if one is None:
+            return ""
+        return (
+            f"<i style='width:{100 * one.value / most:.1f}%'></i>"
+            f"<u style='left:{100 * one.low / most:.1f}%;width:{100 * (one.high - one.low) / most:.1f}%'></u>"
+        )
+
     rows = [
-        f"<tr><td>{escape(name)}</td><td class='bar'><i style='width:{100 * one.value / most:.1f}%'></i>"
-        f"<u style='left:{100 * one.low / most:.1f}%;width:{100 * (one.high - one.low) / most:.1f}%'></u></td>"
-        f"<td>{escape(said)}</td></tr>"
+        f"<tr><td>{escape(name)}</td><td class='bar'>{bar(one)}</td><td>{escape(said)}</td></tr>"
         for name, one, said in held
     ]
     return f"<figure><table class='bars'><caption>{escape(caption)}</caption>{''.join(rows)}</table></figure>"

@@ -134,7 +134,7 @@ def _pareto(study: Study) -> str:
 
 def _waterfall(recipe: Recipe) -> str:
     """How many times the load without it each lever makes of it."""
-    shown = [(one.name, one.ratio, _ratio(one)) for one in recipe.waterfall if one.ratio]
+    shown = [(one.name, one.ratio, _ratio(one)) for one in recipe.waterfall]
     return html.bars("What each lever brought: times the load without it", shown) if shown else ""
 
 
