@@ -216,6 +216,9 @@ async def test_what_fails_in_a_contest_is_not_called_slow(tmp_path: Path, monkey
         "B was not measured: it died",
     ]
     assert len(starts) == 4, "each is started twice and then left alone"
+    failed, _ = finals._failed(rig, "finals", pair)
+    assert finals._against({}, "B", failed).why == "it died"
+    assert not finals._against({"A": [1.0], "B": [2.0]}, "B", failed).why, "it was measured before it failed"
 
 
 def test_a_difference_beyond_the_noise_is_told() -> None:

@@ -46,9 +46,7 @@ class Steering:
         self.early: str | None = None
         self.died: str | None = None
         self.longest_s = self.unhurried_s = 0.0
-        self.settled_s: float | None = (
-            None  # when the first answers were there: later ones tell, even before the window
-        )
+        self.settled_s: float | None = None  # when the first answers were there: later ones tell
         self.judged = 0  # answers: before the window, then of it
         self.beyond = [0] * len(slo.bounds()) if slo else []  # of these, beyond each bound
         self.sessions_s: list[float] = []  # from the first turn to the last, of those that are over

@@ -215,7 +215,8 @@ def _against(knees: contest.Knees, winner: str, one: Contender) -> Against:
     if one.name in knees and winner in knees:
         ratio = contest.ratio(knees, winner, one.name)
     mean = contest.mean(knees[one.name]) if one.name in knees else None
-    return Against(name=one.name, settings=one.settings, knee_per_s=mean, why=one.why, ratio=ratio)
+    why = one.why if mean is None else ""  # who failed in a later round has its first ones
+    return Against(name=one.name, settings=one.settings, knee_per_s=mean, why=why, ratio=ratio)
 
 
 def _without(rig: Rig, winner: Contender) -> list[Contender]:
