@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from powerband import bench
 from powerband import evaluate as gate
-from powerband.bench.profiles import keeps, troubled
+from powerband.bench.profiles import carries, troubled
 from powerband.core.deployment import Deployment
 from powerband.core.measurement import Level
 from powerband.core.recipe import Recipe
@@ -82,7 +82,7 @@ async def verify(order: Order, *, folder: Path, say: Callable[[str], None] = lam
         async with local.launch(prepared, directory=folder) as replica:
             found.checks.append(Check("start", "holds", "the engine starts and is ready"))
             level = await _hold(order, prepared, replica, folder, say)
-            found.checks.append(_latency(level))
+            found.checks.append(_latency(level, recipe.promise.rate_per_s))
             if recipe.promise.memory_bytes and replica.process:  # as it was proven: before anything else is asked
                 found.checks.append(_memory(replica.process.memory_bytes(), recipe.promise.memory_bytes))
             if judging:
@@ -160,30 +160,32 @@ async def _hold(order: Order, prepared: Prepared, replica: Replica, folder: Path
     for number in range(_TRIES):
         say(f"hold {recipe.promise.rate_per_s:.3g}/s{', once more' if number else ''}")
         seed = _SEED + 100 * order.seed + 10 * number  # each block of a measurement takes one
-        workload = recipe.workload.with_seed(seed).at_rate(recipe.promise.rate_per_s)
+        workload = recipe.workload.with_seed(seed).carrying(recipe.promise.rate_per_s)
         asked = bench.Order(workload=workload, slo=recipe.promise.slo, blocks=2, hopeless=True)
         found = await bench.bench(replica, prepared, asked, directory=folder)
         level = found.levels[-1]
-        broken += not keeps(level) and not troubled(level)
-        if keeps(level) or broken > 1:
+        kept = carries(level, recipe.promise.rate_per_s)
+        broken += not kept and not troubled(level)
+        if kept or broken > 1:
             break
     (folder / "measurement.json").write_text(found.to_json())
     return level
 
 
-def _latency(level: Level) -> Check:
+def _latency(level: Level, rate_per_s: float) -> Check:
     told = [
         f"{one.metric.upper()} {one.percentile} {one.value_s * 1e3:.0f} ms of {one.limit_s * 1e3:.0f}"
         for one in level.promises
         if one.value_s is not None
     ]
     said = f"at {level.load}: {', '.join(told) or level.verdict}"
-    if keeps(level):
+    if carries(level, rate_per_s):
         return Check("SLO", "holds", said)
     if troubled(level):
         return Check("SLO", "cannot say", "; ".join(one.sentence for one in level.refused))
     if level.keeps_slo:
-        said = f"at {level.load}: {'; '.join(one.sentence for one in level.refused) or level.verdict}"
+        slow = f"answered at {level.achieved_per_s:.3g}/s, and {rate_per_s:.3g}/s is promised" if level.users else ""
+        said = f"at {level.load}: {'; '.join(one.sentence for one in level.refused) or slow or level.verdict}"
     return Check("SLO", "broken", said)
 
 

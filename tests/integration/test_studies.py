@@ -84,6 +84,26 @@ def test_the_recipe_is_proven_again_and_a_slower_one_is_not(folder: Path) -> Non
     assert [one["promise"] for one in checks if one["found"] == "broken"] == ["SLO"]
 
 
+@pytest.mark.parametrize(("promised", "found"), [(1.0, "holds"), (10_000.0, "broken")])
+def test_what_workers_are_answered_is_proven_by_as_many_workers(
+    folder: Path, tmp_path: Path, promised: float, found: str
+) -> None:
+    recipe = documents.of(Recipe, folder / "recipe.yaml")
+    changed = recipe.model_copy(
+        update={
+            "workload": recipe.workload.with_users(4),
+            "promise": recipe.promise.model_copy(update={"rate_per_s": promised}),
+        }
+    )
+    path = tmp_path / "recipe.yaml"
+    path.write_text(changed.to_text())
+    again = [sys.executable, "-m", "powerband", "verify", str(path), "--json"]
+    done = subprocess.run(again, capture_output=True, text=True, check=False)
+    checks = {one["promise"]: one for one in json.loads(done.stdout.splitlines()[0])["checks"]}
+    assert checks["SLO"]["found"] == found and "4 users" in checks["SLO"]["said"], done.stdout
+    assert ("is promised" in checks["SLO"]["said"]) == (found == "broken")
+
+
 def test_a_study_is_not_written_over(folder: Path) -> None:
     done = subprocess.run(argv(folder.parent, "study"), capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "--resume" in done.stderr

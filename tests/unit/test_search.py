@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from powerband.bench.profiles import Amount, climb, crowd, knee, troubled
+from powerband.bench.profiles import Amount, carries, climb, crowd, knee, troubled
 from powerband.core.engine import Lever
 from powerband.core.measurement import GRID, Distribution, Level, Promise, Timeline, Verdict
 from powerband.core.recipe import Recipe
@@ -282,6 +282,15 @@ def test_users_who_wait_are_watched_long_enough(answered_per_s: float, asked: li
             found.append(plan.requests)
             plan, _ = steps.send(level(0.0, 0.5, achieved=answered_per_s))
     assert found == asked
+
+
+def test_a_promised_rate_is_proven_by_users_who_are_answered_at_it() -> None:
+    workload = traffic(process="closed", users=32)
+    assert workload.carrying(2.0) == workload
+    assert traffic(process="poisson", rate_per_s=1).carrying(2.0).rate_per_s == 2.0
+    users = level(0.0, 0.5, achieved=2.0).model_copy(update={"rate_per_s": None, "users": 32})
+    assert carries(users, 1.9) and not carries(users, 2.1)
+    assert carries(level(2.0, 0.5, achieved=1.9), 2.0)  # of a rate that was offered the guards say whether it held
 
 
 def test_a_rough_climb_brackets_the_knee_and_gives_up_below_what_is_wanted() -> None:

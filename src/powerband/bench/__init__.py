@@ -136,10 +136,10 @@ async def _server(replica: Replica) -> Engine[Any]:
 
 
 async def _steps(own: Bench, order: Order) -> profiles.Steps:
+    if order.slo and prompts.users(order.workload) and (order.rough or order.hopeless):
+        return profiles.crowd(order.workload, order.slo, order.amount)
     if order.profile == "climb":
         assert order.slo is not None
-        if order.rough and prompts.users(order.workload):
-            return profiles.crowd(order.workload, order.slo, order.amount)
         start = order.start_per_s or await _first_guess(own, order.workload)
         return profiles.climb(
             order.workload,

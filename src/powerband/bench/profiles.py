@@ -192,3 +192,8 @@ def troubled(level: Level) -> bool:
 def keeps(level: Level) -> bool:
     """Tell whether a level held and may be believed; too much load is an answer here, not a fault."""
     return level.keeps_slo and level.valid and not level.stopped_early
+
+
+def carries(level: Level, rate_per_s: float) -> bool:
+    """Tell whether a level proves a promised rate: users who wait are to be answered at that rate, too."""
+    return keeps(level) and (not level.users or level.achieved_per_s >= rate_per_s)

@@ -188,6 +188,10 @@ class Workload(Document):
             return self.model_copy(update={"arrivals": Poisson(process="poisson", rate_per_s=rate_per_s)})
         return self.model_copy(update={"arrivals": self.arrivals.model_copy(update={"rate_per_s": rate_per_s})})
 
+    def carrying(self, rate_per_s: float) -> Workload:
+        """Return the traffic that proves a promised rate: users who wait for their answers keep their own pace."""
+        return self if isinstance(self.arrivals, Closed) else self.at_rate(rate_per_s)
+
     def with_users(self, users: int) -> Workload:
         """Return the same requests as a closed loop."""
         return self.model_copy(update={"arrivals": Closed(process="closed", users=users)})

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from powerband.bench.profiles import keeps, knee
+from powerband.bench.profiles import carries, keeps, knee
 from powerband.core.measurement import Level, Measurement
 from powerband.core.recipe import Against, Recipe
 from powerband.core.statistics import Interval
@@ -237,6 +237,7 @@ class Proof:
     """A rate that held on requests that nobody saw before, and what it took."""
 
     prepared: Prepared
+    rate_per_s: float
     level: Level
     memory_bytes: int | None
 
@@ -259,8 +260,9 @@ async def _promise(rig: Rig, winner: Contender, knee_per_s: float) -> Proof:
             seed = rig.workload.seed + HELD_OUT + 500 + 10 * number
             level = await rig.hold(replica, prepared, folder, rate_per_s=rate, seed=seed)
             memory = replica.process.memory_bytes() if replica.process else None
-        held = Proof(prepared, level, memory) if keeps(level) else held
-        if keeps(level) and _has_room(level):
+        kept = carries(level, rate)
+        held = Proof(prepared, level.rate_per_s or rate, level, memory) if kept else held
+        if kept and _has_room(level):
             break
     if held:
         return held

@@ -40,9 +40,8 @@ def written(
     waterfall: tuple[Against, ...],
 ) -> Recipe:
     """Return the recipe."""
-    prepared, level = proof.prepared, proof.level
-    assert level.rate_per_s is not None and level.attainment is not None
-    rate = level.rate_per_s
+    prepared, rate, level = proof.prepared, proof.rate_per_s, proof.level
+    assert level.attainment is not None
     traffic = [
         prompts.prepare(
             rig.workload.with_seed(seed).at_rate(rate),

@@ -176,8 +176,8 @@ class Rig:
     async def hold(
         self, replica: Replica, prepared: Prepared, folder: Path, *, rate_per_s: float, seed: int, blocks: int = 2
     ) -> Level:
-        """Hold one rate, so many times as long as a percentile needs."""
-        workload = self.workload.with_seed(seed).at_rate(rate_per_s)
+        """Hold one rate, so many times as long as a percentile needs; or the users who set their own pace."""
+        workload = self.workload.with_seed(seed).carrying(rate_per_s)
         found = await self._bench(replica, prepared, folder, workload, "level", blocks=blocks, hopeless=True)
         return found.levels[-1]
 
