@@ -50,7 +50,7 @@ class Order:
     amount: Amount = field(default_factory=Amount)
     base: Path | None = None  # of the workload's own paths
     blocks: int = 1
-    hopeless: bool = False  # a level that cannot keep the SLO is given up early; a climb always does so
+    hopeless: bool = False  # a level that cannot keep the SLO is given up early; users set their own pace here, too
     limit: int = 0
     senders: int = 1
     price_per_h: float | None = None
