@@ -261,7 +261,7 @@ async def _promise(rig: Rig, winner: Contender, knee_per_s: float) -> Proof:
             level = await rig.hold(replica, prepared, folder, rate_per_s=rate, seed=seed)
             memory = replica.process.memory_bytes() if replica.process else None
         kept = carries(level, rate)
-        held = Proof(prepared, level.rate_per_s or rate, level, memory) if kept else held
+        held = Proof(prepared, rate, level, memory) if kept else held
         if kept and _has_room(level):
             break
     if held:
