@@ -296,21 +296,24 @@ def test_a_promised_rate_is_proven_by_users_who_are_answered_at_it() -> None:
 def test_a_rough_climb_brackets_the_knee_and_gives_up_below_what_is_wanted() -> None:
     workload = traffic(process="poisson", rate_per_s=1)
 
-    def run(start: float, least: float) -> list[float]:
+    def run(start: float, least: float, *, slow: bool = False) -> list[float]:
         slo = SLO.model_validate({"ttft": {"p95": "1s"}})
         steps = climb(workload, slo, Amount(requests=100), start_per_s=start, least_per_s=least, rough=True)
         rates = []
         plan, _ = next(steps)
         try:
             while True:
-                rate = plan.requests / plan.window_s
+                rate = plan.workload.rate_per_s or 0.0  # none: one at a time
                 rates.append(round(rate, 3))
-                plan, _ = steps.send(level(rate, 0.5 if rate <= 3 else 2.0))
+                late = "more answers are late" if slow else None
+                found = level(rate, 2.0 if slow or rate > 3 else 0.5)
+                plan, _ = steps.send(found.model_copy(update={"stopped_early": late}))
         except StopIteration:
             return rates
 
     assert run(2.5, 0.0) == [2.5, 3.25]
-    assert run(4.0, 0.0) == [4.0, 3.077, 2.076, 2.527]
+    assert run(4.0, 0.0) == [4.0, 0.0, 3.077, 2.076, 2.527]
+    assert run(4.0, 0.0, slow=True) == [4.0, 0.0], "what is late one at a time is late at any rate"
     assert run(4.0, 4.0) == [4.0]
 
 

@@ -175,7 +175,8 @@ def _best(levels: Sequence[Level]) -> int | None:
 
     Of one load held twice the last word counts; a level whose measuring was disturbed says nothing.
     """
-    last = {level.load: number for number, level in enumerate(levels)}
+    rates = any(level.rate_per_s for level in levels)  # who was asked one at a time beside them shows no rate
+    last = {level.load: number for number, level in enumerate(levels) if level.rate_per_s or not rates}
     broken = [_load(one) for one in map(levels.__getitem__, last.values()) if not (keeps(one) or troubled(one))]
     lowest = min(broken, default=math.inf)
     kept = [number for number in last.values() if keeps(levels[number]) and _load(levels[number]) < lowest]

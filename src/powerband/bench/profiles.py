@@ -27,6 +27,7 @@ _TRIES = 3
 _EACH = 2  # requests of each user of a crowd, at least
 _NEAR, _FAR = 0.02, 1.5  # how far from its bound a percentile may count to be, as a logarithm
 _LARGEST_STEPS = 12
+_ALONE = 20  # requests, one at a time: what is late even so is late at any rate
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ def climb(
     """Find the highest rate that keeps the SLO: step up until it breaks, halve the bracket, confirm the answer.
 
     A rough climb takes small steps from where it is told to start, and confirms nothing: `knee` tells what it found.
+    Where the first rate breaks, requests are asked one at a time: what is late even so need not be asked more slowly.
     """
     number = 0
     holds, breaks = 0.0, math.inf
@@ -116,6 +118,11 @@ def climb(
             holds = rate
         else:
             breaks = rate
+            if rate == start_per_s and rate > least_per_s:
+                alone = replace(amount, requests=_ALONE, window_s=None)
+                level = yield alone.plan(workload.with_users(1), slo, block=_LARGEST_STEPS * 2, hopeless=True), False
+                if level.stopped_early:
+                    return
         if holds and not math.isinf(breaks):
             rate = math.sqrt(holds * breaks)
         else:
@@ -147,8 +154,9 @@ def knee(levels: Sequence[Level]) -> float | None:
     How far the two are from the bounds says where between them. A load that is answered more slowly than it comes, and
     yet within the bounds, says what is answered; so do users who wait for their answers. None where no load keeps it.
     """
-    if answered := [one.achieved_per_s for one in levels if one.users and keeps(one)]:
-        return answered[-1]
+    if all(one.users for one in levels):
+        answered = [one.achieved_per_s for one in levels if keeps(one)]
+        return answered[-1] if answered else None
     broken = [one for one in levels if one.rate_per_s and not (keeps(one) or troubled(one))]
     beyond = min(broken, key=lambda one: one.rate_per_s or 0.0, default=None)
     most = (beyond.rate_per_s or 0.0) if beyond else math.inf

@@ -134,7 +134,9 @@ class Level(Value):
     @property
     def load(self) -> str:
         """Return the load in words."""
-        return f"{self.users} users" if self.users else f"{self.rate_per_s:.3g}/s"
+        if self.users:
+            return "one at a time" if self.users == 1 else f"{self.users} users"
+        return f"{self.rate_per_s:.3g}/s"
 
 
 class Measurement(Document):
