@@ -181,6 +181,9 @@ def test_the_best_load_lies_below_every_load_that_broke() -> None:
     disturbed = held(0.8, keeps=True, refused=("foreign load",))
     assert _best([kept, disturbed]) == 0, "a disturbed level says nothing"
     assert _best([kept, held(0.8, keeps=True, refused=("overload",))]) is None
+    alone = kept.model_copy(update={"rate_per_s": None, "users": 1})
+    assert alone.load == "one at a time" and _best([alone]) == 0
+    assert _best([held(1.2, keeps=False), alone]) is None, "a load is no rate"
 
 
 def test_an_slo_may_want_more_answers_than_the_guard() -> None:

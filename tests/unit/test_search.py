@@ -262,6 +262,9 @@ def test_users_who_wait_show_the_knee_by_what_they_are_answered() -> None:
     users = {"rate_per_s": None, "users": 32}
     assert knee([level(0.0, 0.5, achieved=1.7).model_copy(update=users)]) == 1.7
     assert knee([level(0.0, 1.5, achieved=1.7).model_copy(update=users)]) is None
+    alone = level(0.0, 0.5, achieved=0.2).model_copy(update={"rate_per_s": None, "users": 1})
+    assert knee([level(4.0, 1.5), alone]) is None, "who was asked one at a time shows no rate"
+    assert knee([level(4.0, 1.5), alone, level(2.0, 0.5)]) == pytest.approx(knee([level(4.0, 1.5), level(2.0, 0.5)]))
 
 
 def test_unsteady_users_say_nothing_and_an_unsteady_rate_is_too_high() -> None:

@@ -96,8 +96,8 @@ def overload(evidence: Evidence) -> Finding | None:
 
 
 def concurrency(evidence: Evidence) -> Finding | None:
-    """A closed loop that did not keep its users busy."""
-    if not evidence.users or evidence.mean_in_flight >= REACHED * evidence.users:
+    """A closed loop that did not keep its users busy; who is alone may think between turns."""
+    if evidence.users < 2 or evidence.mean_in_flight >= REACHED * evidence.users:
         return None
     said = f"{evidence.users} requests should have been in flight and {evidence.mean_in_flight:.1f} were on average"
     return said, "ask for more requests, or for fewer users"

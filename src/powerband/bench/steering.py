@@ -8,6 +8,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from powerband import metrics
+from powerband.core.measurement import spoken
 from powerband.core.records import Records
 from powerband.core.slo import SLO
 from powerband.core.workload import Workload
@@ -142,6 +143,11 @@ class Steering:
         crowded = any(bounds and count > 3 * max(bounds.values()) * rate + 5 for bounds, count in waiting)
         self.hopeless = self.hopeless + 1 if crowded else 0
         return self.hopeless >= _HOPELESS_TICKS
+
+    @property
+    def load(self) -> str:
+        """Return the load in words."""
+        return spoken(self.users, self.plan.requests / self.plan.window_s)
 
     @property
     def _since_s(self) -> float | None:

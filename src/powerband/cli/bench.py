@@ -158,7 +158,6 @@ class _Shown:
     def progress(self, plan: Plan, progress: Progress, steering: Steering) -> None:
         if not self.status:
             return
-        load = f"{steering.users} users" if steering.users else f"{plan.requests / plan.window_s:.3g}/s"
         now = progress.elapsed_s
         if steering.warm_s is None:
             phase = f"warming up, {now:.0f} s"
@@ -168,7 +167,9 @@ class _Shown:
             phase = f"measuring, {steering.end_s - now:.0f} s left"
         else:
             phase = f"waiting for the last answers, {progress.in_flight} in flight"
-        self.status.update(f"{load}: {phase}, {progress.finished} answered  [dim](Ctrl-C keeps what there is)[/]")
+        self.status.update(
+            f"{steering.load}: {phase}, {progress.finished} answered  [dim](Ctrl-C keeps what there is)[/]"
+        )
 
     def level(self, level: Level) -> None:
         if self.json:

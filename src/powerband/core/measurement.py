@@ -69,6 +69,13 @@ class Agreement(Value):
         return abs(self.client - self.engine) / self.engine if self.engine else 0.0
 
 
+def spoken(users: int | None, rate_per_s: float) -> str:
+    """Return a load in words."""
+    if users:
+        return "one at a time" if users == 1 else f"{users} users"
+    return f"{rate_per_s:.3g}/s"
+
+
 class Level(Value):
     """One load, held steady and measured."""
 
@@ -134,9 +141,7 @@ class Level(Value):
     @property
     def load(self) -> str:
         """Return the load in words."""
-        if self.users:
-            return "one at a time" if self.users == 1 else f"{self.users} users"
-        return f"{self.rate_per_s:.3g}/s"
+        return spoken(self.users, self.rate_per_s or 0.0)
 
 
 class Measurement(Document):

@@ -314,7 +314,7 @@ def _why(found: Measurement) -> str:
         for one in lowest.promises
         if one.value_s is not None and one.value_s > one.limit_s
     ]
-    return f"{lowest.verdict} at {lowest.load}" + (f": {', '.join(late)}" if late else "")
+    return f"{lowest.load}: {lowest.verdict}" + (f", {', '.join(late)}" if late else "")
 
 
 def _told(error: PowerbandError) -> str:
