@@ -118,6 +118,15 @@ def test_a_climb_finds_the_highest_rate_that_holds() -> None:
     assert len(outcome.measurement["levels"]) > 3
 
 
+def test_a_climb_does_not_go_down_where_one_request_alone_is_late() -> None:
+    slo = "powerband: slo/1\nttft: {p50: 1ms}\n"
+    outcome = faults.bench(*FAKE, "--profile", "climb", "--rate", "8", "--requests", "40", slo=slo)
+    assert outcome.exit_code == 4, outcome.stderr
+    rate, alone = outcome.measurement["levels"]
+    assert rate["rate_per_s"] == 8 and alone["users"] == 1 and "late" in alone["stopped_early"]
+    assert "one at a time" in outcome.stdout
+
+
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "powerband", "bench", *FAKE, "--workload", "chat", "--output", str(tmp_path)]
     process = subprocess.Popen([*argv, "--duration", "60s"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
