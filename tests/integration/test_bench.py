@@ -124,7 +124,7 @@ def test_a_climb_does_not_go_down_where_one_request_alone_is_late() -> None:
     assert outcome.exit_code == 4, outcome.stderr
     rate, alone = outcome.measurement["levels"]
     assert rate["rate_per_s"] == 8 and alone["users"] == 1 and "late" in alone["stopped_early"]
-    assert "one at a time" in outcome.stdout
+    assert "one at a time" in outcome.stdout and "--profile climb" not in outcome.stderr
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:

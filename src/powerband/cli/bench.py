@@ -174,7 +174,7 @@ class _Shown:
     def level(self, level: Level) -> None:
         if self.json:
             return
-        self.console.print(f"{level.load:>10}  {level.requests:5d} requests in {level.window_s:.1f} s: {level.verdict}")
+        self.console.print(f"{level.load:>13}  {level.requests:5d} requests in {level.window_s:.1f} s: {level.verdict}")
 
 
 def _leave(found: Measurement, directory: Path, *, force: bool, json: bool) -> None:
@@ -204,6 +204,5 @@ def _leave(found: Measurement, directory: Path, *, force: bool, json: bool) -> N
             hint=(refused[0].hint if refused else "") + "; --force prints it, marked invalid",
         )
     if broken:
-        raise PromiseBroken(
-            "the SLO was not kept", hint=f"see {directory / 'report.html'}; --profile climb finds what is"
-        )
+        further = "" if found.profile == "climb" else "; --profile climb finds what is"
+        raise PromiseBroken("the SLO was not kept", hint=f"see {directory / 'report.html'}{further}")
