@@ -299,7 +299,7 @@ def test_a_promised_rate_is_proven_by_users_who_are_answered_at_it() -> None:
 def test_a_rough_climb_brackets_the_knee_and_gives_up_below_what_is_wanted() -> None:
     workload = traffic(process="poisson", rate_per_s=1)
 
-    def run(start: float, least: float, *, slow: bool = False) -> list[float]:
+    def run(start: float, least: float, *, slow: bool = False, verdicts: tuple[Verdict, ...] = ()) -> list[float]:
         slo = SLO.model_validate({"ttft": {"p95": "1s"}})
         steps = climb(workload, slo, Amount(requests=100), start_per_s=start, least_per_s=least, rough=True)
         rates = []
@@ -310,13 +310,16 @@ def test_a_rough_climb_brackets_the_knee_and_gives_up_below_what_is_wanted() -> 
                 rates.append(round(rate, 3))
                 late = "more answers are late" if slow else None
                 found = level(rate, 2.0 if slow or rate > 3 else 0.5)
-                plan, _ = steps.send(found.model_copy(update={"stopped_early": late}))
+                verdict = () if rate else verdicts
+                plan, _ = steps.send(found.model_copy(update={"stopped_early": late, "verdicts": verdict}))
         except StopIteration:
             return rates
 
     assert run(2.5, 0.0) == [2.5, 3.25]
     assert run(4.0, 0.0) == [4.0, 0.0, 3.077, 2.076, 2.527]
     assert run(4.0, 0.0, slow=True) == [4.0, 0.0], "what is late one at a time is late at any rate"
+    busy = (Verdict(guard="foreign load", valid=False, sentence="busy"),)
+    assert len(run(4.0, 0.0, slow=True, verdicts=busy)) > 2, "or something disturbed it"
     assert run(4.0, 4.0) == [4.0]
 
 

@@ -121,7 +121,7 @@ def climb(
             if rate == start_per_s and rate > least_per_s:
                 alone = replace(amount, requests=_ALONE, window_s=None)
                 level = yield alone.plan(workload.with_users(1), slo, block=_LARGEST_STEPS * 2, hopeless=True), False
-                if level.stopped_early:
+                if level.stopped_early and not troubled(level):
                     return
         if holds and not math.isinf(breaks):
             rate = math.sqrt(holds * breaks)

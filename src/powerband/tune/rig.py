@@ -281,7 +281,8 @@ class Rig:
 
     def _partly(self, found: Measurement) -> float:
         """Return the value of what was answered in time at a rate that did not hold: it tells the search how near."""
-        good = [one.goodput_per_s.value for one in found.levels if one.goodput_per_s]
+        rates = [one for one in found.levels if one.rate_per_s] or found.levels
+        good = [one.goodput_per_s.value for one in rates if one.goodput_per_s]
         return self.value(0.9 * min(good, default=0.0))
 
 
@@ -306,9 +307,9 @@ def _kl(judged: Evaluation) -> float | None:
 
 
 def _why(found: Measurement) -> str:
-    lowest = min(found.levels, key=lambda level: level.rate_per_s or 0.0, default=None)
-    if lowest is None:
+    if not found.levels:
         return "nothing was measured"
+    lowest = found.levels[-1]  # one at a time, where that was late already
     late = [
         f"{one.metric.upper()} {one.percentile} {one.value_s * 1e3:.0f} ms"
         for one in lowest.promises
