@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from powerband.bench.profiles import carries, keeps, knee
@@ -41,7 +42,7 @@ class Contender:
 
 
 async def prove(rig: Rig, study: Study, *, budget_s: float) -> Recipe:
-    """Measure the finalists against the defaults, crown one or call it a tie, and see what each lever brought."""
+    """Measure finalists against defaults, crown one or call it a tie, promise a rate, see what each lever brought."""
     trial_s, left_s, began = usual_s(study.trials), budget_s - rig.gone_s(study.trials), time.monotonic()
     finalists = await _finalists(rig, study, _FINALISTS if left_s > 2 * least_s(trial_s) else 1)
     defaults = [contender(rig, one) for one in study.trials if not rig.levers.turned(one.settings)]
@@ -49,23 +50,24 @@ async def prove(rig: Rig, study: Study, *, budget_s: float) -> Recipe:
     left_s -= time.monotonic() - began  # which the gate took
     knees = await contest_of(rig, "finals", list(able.values()), _LEAST_ROUNDS)
     foremost = _foremost(knees, finalists, defaults)
-    spent_s = len(able) * _LEAST_ROUNDS * trial_s
     if len(foremost) > 1:
-        more = max(0, int((_SHARE * left_s - spent_s) / (len(foremost) * trial_s)))
-        rounds = min(_LEAST_ROUNDS + more, _MOST_ROUNDS)
-        knees |= await contest_of(rig, "finals", foremost, rounds)
-        spent_s += len(foremost) * (rounds - _LEAST_ROUNDS) * trial_s
+        took_s = _took_s(rig, trial_s, rounds=_LEAST_ROUNDS)
+        more = max(0, int((_SHARE * left_s - sum(took_s)) / (len(foremost) * fmean(took_s))))
+        knees |= await contest_of(rig, "finals", foremost, min(_LEAST_ROUNDS + more, _MOST_ROUNDS))
     defaults = _failed(rig, "finals", defaults)
     winner, says = await _crown(rig, knees, foremost, level=1 - 0.05 / len(finalists))
     against = [_against(knees, winner.name, one) for one in defaults if one.name != winner.name]
+    began = time.monotonic()
+    promised = await _promise(rig, winner, contest.mean(knees[winner.name]))
+    took_s = _took_s(rig, trial_s)
+    left_s -= sum(took_s) + time.monotonic() - began
     without = _without(rig, winner)
     brought: contest.Knees = {}
-    if without and left_s - spent_s >= _LEAST_ROUNDS * (len(without) + 1) * trial_s:
+    if without and left_s >= _LEAST_ROUNDS * (len(without) + 1) * fmean(took_s):
         brought = await contest_of(rig, "levers", [winner, *without], _LEAST_ROUNDS)
         without = _failed(rig, "levers", without)
     elif without:
         rig.say("the time does not reach to see what each lever brings: --resume with a larger --budget")
-    promised = await _promise(rig, winner, contest.mean(knees[winner.name]))
     return recipe.written(
         rig,
         study,
@@ -135,15 +137,22 @@ async def contest_of(rig: Rig, phase: str, contenders: Sequence[Contender], roun
             folder = rig.folder / f"{phase}-{number + 1}-{list(by_name).index(name) + 1}"
             settings, seed = by_name[name].settings, rig.workload.seed + HELD_OUT + number
             note: dict[str, Any] = {"round": number, "name": name, "settings": settings}
+            began = time.monotonic()
             try:
                 found = (await block(rig, settings, folder, start, seed=seed)).levels
                 note |= {"knee_per_s": knee(found), "levels": [_drawn(level) for level in found]}
             except (EngineError, DeploymentRefused) as error:
                 note |= {"knee_per_s": None, "levels": [], "why": error.message.splitlines()[0]}
-            journal.add(note)
+            journal.add(note | {"seconds": round(time.monotonic() - began, 1)})
             noted[number, name] = note["knee_per_s"]
         knees[name].append(noted[number, name])
     return {name: [rate for rate in found if rate] for name, found in knees.items() if all(found)}
+
+
+def _took_s(rig: Rig, trial_s: float, *, rounds: int = _MOST_ROUNDS) -> list[float]:
+    """Return how long each climb of the finals' first rounds took; an older version did not note it."""
+    notes = Journal(rig.folder / "finals.jsonl").read()
+    return [note.get("seconds", trial_s) for note in notes if note["round"] < rounds]
 
 
 def _failed(rig: Rig, phase: str, contenders: Sequence[Contender]) -> list[Contender]:
