@@ -16,7 +16,7 @@ from powerband.core.measurement import GRID, Distribution, Level, Promise, Timel
 from powerband.core.recipe import Recipe
 from powerband.core.slo import SLO
 from powerband.core.statistics import Interval
-from powerband.core.study import Drafted, Outcome, Settings, Trial
+from powerband.core.study import Drafted, Outcome, Settings, Study, Trial
 from powerband.core.workload import Workload
 from powerband.engines.vllm import VllmConfig
 from powerband.errors import EngineError, InputError, InvalidMeasurement
@@ -219,6 +219,39 @@ async def test_what_fails_in_a_contest_is_not_called_slow(tmp_path: Path, monkey
     failed, _ = finals._failed(rig, "finals", pair)
     assert finals._against({}, "B", failed).why == "it died"
     assert not finals._against({"A": [1.0], "B": [2.0]}, "B", failed).why, "it was measured before it failed"
+
+
+@pytest.mark.parametrize(
+    ("took_s", "phases"), [(100.0, ["finals", "promise"]), (10.0, ["finals", "promise", "levers"])]
+)
+async def test_levers_wait_for_the_promise_and_for_time_that_the_finals_left(
+    took_s: float, phases: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = rig_of(replace(ORDER, engines=("fake",)), tmp_path)
+    rig.levers = LEVERS
+    best = {"engine": "two", "weights": "int8", "batch": "128"}
+    trial = Trial(number=1, settings=best, outcome="kept", knee_per_s=1.0, value=1.0, seconds=10.0)
+    met: list[str] = []
+
+    async def contest_of(_: object, phase: str, contenders: list[Contender], rounds: int) -> contest.Knees:
+        met.append(phase)
+        for number in range(rounds):
+            Journal(tmp_path / f"{phase}.jsonl").add({"round": number, "name": "", "seconds": took_s})
+        return {one.name: [1.0] * rounds for one in contenders}
+
+    async def promise(*_: object) -> None:
+        met.append("promise")
+
+    async def objection(_: Settings) -> None:
+        return None
+
+    monkeypatch.setattr(finals, "contest_of", contest_of)
+    monkeypatch.setattr(finals, "_promise", promise)
+    monkeypatch.setattr(rig, "objection", objection)
+    monkeypatch.setattr(finals.recipe, "written", lambda *_, **given: given)
+    found = await finals.prove(rig, Study.model_construct(trials=(trial,)), budget_s=200.0)
+    assert met == phases
+    assert bool(found["waterfall"]) == ("levers" in phases)
 
 
 def test_a_difference_beyond_the_noise_is_told() -> None:
