@@ -24,7 +24,7 @@ from powerband.launchers import local
 from powerband.runtime import devices
 from powerband.store import documents
 from powerband.store.journal import Journal
-from powerband.tune import asked, contest, finals
+from powerband.tune import asked, contest, finals, recipe
 from powerband.tune.drafts import best, schedule, worthwhile
 from powerband.tune.finals import Contender, _foremost, absent, contender
 from powerband.tune.levers import Levers, key
@@ -248,10 +248,11 @@ async def test_levers_wait_for_the_promise_and_for_time_that_the_finals_left(
     monkeypatch.setattr(finals, "contest_of", contest_of)
     monkeypatch.setattr(finals, "_promise", promise)
     monkeypatch.setattr(rig, "objection", objection)
-    monkeypatch.setattr(finals.recipe, "written", lambda *_, **given: given)
-    found = await finals.prove(rig, Study.model_construct(trials=(trial,)), budget_s=200.0)
+    monkeypatch.setattr(recipe, "written", lambda *_, waterfall, **__: waterfall)
+    study = Study(model=ORDER.model, workload=ORDER.workload, slo=ORDER.slo, trials=(trial,))
+    shown = await finals.prove(rig, study, budget_s=200.0)
     assert met == phases
-    assert bool(found["waterfall"]) == ("levers" in phases)
+    assert bool(shown) == ("levers" in phases)
 
 
 def test_a_difference_beyond_the_noise_is_told() -> None:
