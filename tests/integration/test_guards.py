@@ -1,6 +1,7 @@
 """Every guard refuses its fault, and the fault is real."""
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,18 @@ def test_a_clean_run_is_printed_and_kept(tmp_path: Path) -> None:
     assert ttft["percentiles"]["p50"]["value"] == pytest.approx(0.050, abs=0.003)
     assert "TTFT" in outcome.stdout and "keeps the SLO" in outcome.stdout
     assert json.dumps(outcome.measurement)
+
+
+def test_more_open_requests_than_the_system_allows_are_said_so() -> None:
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with golden(ttft_us=20_000_000) as server:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, allowed[1]))
+        try:
+            outcome = faults.bench(server.url, "--duration", "5s")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
+    assert outcome.exit_code == 3
+    assert "too many requests were open" in outcome.stderr and "hint: raise the limit" in outcome.stderr
 
 
 def test_force_prints_an_invalid_number_marked_as_such() -> None:

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from powerband.load import pure, wire
+from powerband.core.records import OUTCOMES
+from powerband.core.workload import Workload
+from powerband.load import generator, prompts, pure, tokens, wire
 from powerband.load.pure import Finished
 from support.golden import golden
 
@@ -138,6 +140,36 @@ def test_what_is_left_is_cancelled(kind: Any) -> None:
             line.close()
     assert {one.outcome for one in found.values()} == {pure.CANCELLED}
     assert found[1].sent and found[3].sent and not found[2].sent and not found[4].sent
+
+
+def test_a_run_that_ends_takes_down_what_was_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slowly the wire lets go: the client is woken for each of a hundred that were never sent."""
+    closed = {"arrivals": {"process": "closed", "users": 2}, "output": {"shape": "fixed", "tokens": 8}}
+    workload = Workload.model_validate(closed | {"prompt": {"shape": "fixed", "tokens": 8}})
+    traffic = prompts.prepare(workload, 100, vocabulary=tokens.vocabulary(None))
+    connect = wire.connect
+    monkeypatch.setattr(wire, "connect", lambda *args, **options: OneByOne(connect(*args, **options)))
+    with golden(ttft_us=5_000_000) as server:
+        target = wire.Target(f"http://127.0.0.1:{server.port}", "golden")
+        run = generator.drive(target, traffic, until=lambda progress, _: progress.elapsed_s > 0.2)
+    assert sorted(run.records["number"]) == [0, 1] and len(run.unsent_due) == 98
+    assert {OUTCOMES[outcome] for outcome in run.records["outcome"]} == {"cancelled"}
+
+
+class OneByOne:
+    """A wire that tells of one request at a time, in the order of their ends."""
+
+    def __init__(self, line: Any) -> None:
+        self.line = line
+        self.found: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.line, name)
+
+    def collect(self, seconds: float) -> list[Any]:
+        self.found += self.line.collect(0 if self.found else seconds)
+        first, self.found = self.found[:1], self.found[1:]
+        return first
 
 
 def test_text_is_kept_whole_where_asked(kind: Any) -> None:

@@ -84,7 +84,7 @@ def clean(seed: int) -> Outcome:
 
 def starved_client() -> Outcome:
     """The client has no core to itself left: plain Python, and 96,000 tokens a second to read."""
-    flood = CHAT.replace("40}", "1500}").replace("tokens: 16", "tokens: 64")
+    flood = CHAT.replace("40}", "600}").replace("tokens: 16", "tokens: 160")
     with golden() as server:
         return bench(server.url, "--duration", "5s", workload=flood, env={"POWERBAND_PURE": "1"})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from typing import Annotated
@@ -30,7 +31,7 @@ from powerband.cli import (
     tune,
     verify,
 )
-from powerband.errors import PowerbandError
+from powerband.errors import InvalidMeasurement, PowerbandError
 
 app = typer.Typer(
     name="powerband",
@@ -88,6 +89,12 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        hint = "raise the limit (`ulimit -n`), or lower the load, or hold requests back with --max-in-flight"
+        _report(full := InvalidMeasurement("too many requests were open at once for this system's limit", hint=hint))
+        sys.exit(full.exit_code)
 
 
 def _report(error: PowerbandError) -> None:

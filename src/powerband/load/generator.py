@@ -21,7 +21,7 @@ _AHEAD_REQUESTS = 1000  # of a closed loop
 _AHEAD_S, _NEAR_S = 5.0, 1.0
 _LEAD_NS = 50_000_000
 _TICK_S = 0.05
-_DRAIN_TICKS = 40
+_DRAIN_S = 10.0
 
 
 @dataclass
@@ -96,9 +96,8 @@ def _follow(line: Any, sender: _Sender, run: Run, until: Callable[[Progress, Rec
 def _drain(line: Any, sender: _Sender, run: Run) -> None:
     """Cancel what is left and take down what had begun."""
     line.stop()
-    for _ in range(_DRAIN_TICKS):
-        if not sender.outstanding:
-            return
+    deadline = time.monotonic() + _DRAIN_S  # not so many looks: each may find one of a thousand
+    while sender.outstanding and time.monotonic() < deadline:
         for finished in line.collect(_TICK_S):
             sender.finish(Finished(*finished), run, follow=False)
 
