@@ -46,7 +46,7 @@ def test_more_open_requests_than_the_system_allows_are_said_so() -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
     assert outcome.exit_code == 3
-    assert "too many requests were open" in outcome.stderr and "hint: raise the limit" in outcome.stderr
+    assert "no more files be open" in outcome.stderr and "hint: raise the limit" in outcome.stderr
 
 
 def test_force_prints_an_invalid_number_marked_as_such() -> None:

@@ -92,8 +92,8 @@ def main() -> None:
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        hint = "raise the limit (`ulimit -n`), or lower the load, or hold requests back with --max-in-flight"
-        _report(full := InvalidMeasurement("too many requests were open at once for this system's limit", hint=hint))
+        hint = "raise the limit (`ulimit -n`), or lower the load: each request in flight is a file"
+        _report(full := InvalidMeasurement("this system lets no more files be open at once", hint=hint))
         sys.exit(full.exit_code)
 
 
