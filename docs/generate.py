@@ -25,7 +25,7 @@ from powerband.core.units import about_bytes
 from powerband.core.workload import Workload
 from powerband.engines import knobs, rules
 from powerband.metrics import GAUGES, LATENCIES
-from powerband.serve.watch import Watch
+from powerband.serve.router.telemetry import Telemetry
 
 FOLDER = Path(__file__).parent / "reference"
 NOTE = "<!-- Written by docs/generate.py; do not edit. -->\n"
@@ -179,7 +179,7 @@ def metrics_page() -> str:
         "| metric | kind | labels | is |",
         "|---|---|---|---|",
     ]
-    watch = Watch()
+    watch = Telemetry()
     labels = {one._name: one._labelnames for one in vars(watch).values() if hasattr(one, "_labelnames")}
     for family in watch.registry.collect():
         ending = "_total" if family.type == "counter" else ""

@@ -24,9 +24,9 @@ BODIES = (
 
 def home() -> Path:
     """Return the environment, made where it is missing."""
-    from powerband.runtime import environment
+    from powerband.runtime import installations
 
-    place = environment.cache_root() / "tools" / ("fuzzers-" + "-".join(one.split("==")[1] for one in WANTED))
+    place = installations.cache_root() / "tools" / ("fuzzers-" + "-".join(one.split("==")[1] for one in WANTED))
     if not (place / "made").exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(place)], check=True)
         pip = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
@@ -60,7 +60,7 @@ def _target() -> None:
     import atheris  # type: ignore[import-not-found]
 
     with atheris.instrument_imports():
-        from powerband.serve import requests
+        from powerband.serve.router import requests
 
     def read(body: bytes) -> None:
         with contextlib.suppress(requests.Refused):

@@ -13,14 +13,14 @@ from typing import Any
 
 import httpx
 
-from powerband.runtime import environment, ports
+from powerband.runtime import installations, ports
 
 
 def programs() -> tuple[str, str]:
     """Return where prometheus and promtool are."""
     if (one := shutil.which("prometheus")) and (other := shutil.which("promtool")):
         return one, other
-    home = environment.cache_root() / "tools" / "prometheus"
+    home = installations.cache_root() / "tools" / "prometheus"
     if not (home / "usr" / "bin" / "promtool").exists():
         home.mkdir(parents=True, exist_ok=True)
         subprocess.run(["apt-get", "download", "prometheus"], cwd=home, check=True, capture_output=True)

@@ -13,8 +13,8 @@ from typing import Any
 from prelude import ROOT, powerband, say
 
 from powerband import quantize
-from powerband.cli import given
-from powerband.evaluate.asking import Asker
+from powerband.cli import inputs
+from powerband.evaluate.engine_client import EngineClient
 from powerband.launchers import local
 from support import models
 
@@ -32,13 +32,13 @@ EAGER: dict[str, dict[str, Any]] = KNOBS | {"vllm": KNOBS["vllm"] | {"enforce_ea
 GGUF = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "q3_k_m", "q2_k")
 
 
-def made(*schemes: str, source: Path | None = None) -> dict[str, quantize.Made]:
+def made(*schemes: str, source: Path | None = None) -> dict[str, quantize.QuantizedVariant]:
     """Make variants of SmolLM2, or find them made."""
     whole = source or models.make_all().safetensors
     return {
         scheme: asyncio.run(
             quantize.quantize(
-                quantize.Order(str(whole), scheme),
+                quantize.QuantizeSpec(str(whole), scheme),
                 progress=lambda title, number, total, scheme=scheme: print(f"{scheme}: {number + 1}/{total} {title}"),
             )
         )
@@ -52,12 +52,12 @@ def variants(*schemes: str) -> dict[str, Path]:
 
 
 @contextlib.asynccontextmanager
-async def asked(source: str, *settings: str) -> AsyncIterator[Asker]:
+async def asked(source: str, *settings: str) -> AsyncIterator[EngineClient]:
     """Start a deployment, and be ready to ask it."""
-    prepared = local.prepare(given.deployment(source, engine=None, settings=list(settings), host=None, port=None))
+    prepared = local.prepare(inputs.deployment(source, engine=None, settings=list(settings), host=None, port=None))
     async with (
         local.launch(prepared) as replica,
-        Asker(replica, await replica.model_name(), at_once=2) as asker,
+        EngineClient(replica, await replica.model_name(), at_once=2) as asker,
     ):
         yield asker
 

@@ -1,7 +1,7 @@
 """Measured GPU rows, the roofline fitted to them, and what a hold-out says of its predictions.
 
 The roofline is the planner's own, written once more over arrays so that it can be fitted. What is scored is the planner
-itself: `powerband.plan.steady` with coefficients, and `powerband.plan.rest` with trees, that saw rows of other groups only.
+itself: `powerband.plan.closed_loop` with coefficients, and `powerband.plan.residual_model` with trees, that saw rows of other groups only.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from powerband.core import shape as shapes
 from powerband.core.coefficients import Coefficients, Spread
 from powerband.core.device import Device
 from powerband.core.scheme import Scheme
-from powerband.plan import rest
-from powerband.plan.rest import ENGINES, FORMATS, Rest
-from powerband.plan.steady import steady
-from powerband.plan.times import StepTimes
-from powerband.plan.work import Batch, Split, Steps, Work
+from powerband.plan import residual_model
+from powerband.plan.closed_loop import steady_state
+from powerband.plan.residual_model import ENGINES, FORMATS, ResidualModel
+from powerband.plan.step_time import StepTimes
+from powerband.plan.step_work import Batch, Split, Steps, Work
 
 Array = NDArray[np.float64]
 DATA = Path(__file__).parent / "data" / "silicon"
@@ -278,7 +278,7 @@ class Planner:
             times = StepTimes(steps, device, own[engine, newer])
             users, prompt, output = (float(v[name][number]) for name in ("users", "isl", "osl"))
             self.times.append(times)
-            self.steady.append(steady(times, users=users * steps.split.data, prompt=prompt, output=output))
+            self.steady.append(steady_state(times, users=users * steps.split.data, prompt=prompt, output=output))
         fitted = dict(zip(("tpot", "ttft"), roofline.predict(x)[:2], strict=True))
         self.roofline = {name: np.array([getattr(one, f"{name}_s") for one in self.steady]) for name in _LATENCIES}
         for name in _LATENCIES:
@@ -289,13 +289,13 @@ class Planner:
         left = rests["tpot"][known] - grown["tpot"].predict(table[known])
         trees = {name: as_lists(one) for name, one in grown.items()}
         none = {name: Spread(low=1.0, high=1.0) for name in _LATENCIES}
-        self.rest = Rest(trees, self._cells(left), {"known": none, "new": none})
+        self.rest = ResidualModel(trees, self._cells(left), {"known": none, "new": none})
 
     def _engine(self, number: int) -> str:
         return ENGINES[int(self.rows.values["backend"][number])]
 
     def _features(self, number: int) -> list[float]:
-        return rest.features(self._engine(number), self.times[number], self.steady[number])
+        return residual_model.features(self._engine(number), self.times[number], self.steady[number])
 
     def _cells(self, left: Array) -> dict[str, float]:
         """Return what is left of vLLM's time per token in each cell, then in each split of a cell."""
@@ -303,7 +303,7 @@ class Planner:
         chosen = [place for place, number in enumerate(self.known) if self._engine(number) == "vllm"]
         left = left.copy()
         for depth in (0, 1):
-            names = {place: rest.cells(self.times[self.known[place]])[depth] for place in chosen}
+            names = {place: residual_model.known_configs(self.times[self.known[place]])[depth] for place in chosen}
             for name in sorted(set(names.values())):
                 places = [place for place in chosen if names[place] == name]
                 found[name] = float(left[places].sum() / (len(places) + _SHRINK))
@@ -327,7 +327,7 @@ def boosted(table: Array, target: Array, group: NDArray[np.int64]) -> Any:
     return lightgbm.train(options, lightgbm.Dataset(table, target, weight=1 / np.sqrt(size)), 300)
 
 
-def as_lists(booster: Any) -> list[rest.Tree]:
+def as_lists(booster: Any) -> list[residual_model.Tree]:
     """Return the trees as the planner keeps them, rounded."""
 
     def walk(node: dict[str, Any]) -> Any:

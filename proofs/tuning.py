@@ -21,7 +21,7 @@ PROMISE = SLO.model_validate({"ttft": {"p90": "400ms"}, "tpot": {"p90": "80ms"}}
 REQUESTS = 65  # at each load
 
 
-def order(**more: Any) -> tune.Order:
+def order(**more: Any) -> tune.TuneSpec:
     """Ask for the best way to serve SmolLM2 to such users."""
     source = str(models.make_all().safetensors)
-    return tune.Order(source, WORKLOAD, PROMISE, requests=REQUESTS, engines=("llamacpp",), **more)
+    return tune.TuneSpec(source, WORKLOAD, PROMISE, requests=REQUESTS, engines=("llamacpp",), **more)

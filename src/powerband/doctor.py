@@ -8,7 +8,7 @@ from powerband import engines
 from powerband.core.engine import Installation
 from powerband.core.host import Host
 from powerband.core.units import about_bytes
-from powerband.runtime import devices, environment
+from powerband.runtime import devices, installations
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ class Report:
 def examine() -> Report:
     """Look at the machine and at the engines on it."""
     host = devices.this_host()
-    found = tuple(one for name in engines.names() if engines.get(name).programs for one in environment.found_here(name))
+    found = tuple(
+        one for name in engines.names() if engines.get(name).programs for one in installations.found_here(name)
+    )
     return Report(host=host, engines=found, advice=tuple(_advise(host, found)))
 
 

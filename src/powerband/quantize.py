@@ -18,7 +18,7 @@ from powerband.core.workload import Workload
 from powerband.errors import InputError, QuantizeFailed
 from powerband.load import prompts, tokens
 from powerband.quantizers.base import Job, Quantizer
-from powerband.runtime import devices, environment, weights
+from powerband.runtime import devices, installations, model_files
 from powerband.store import documents
 
 DOCUMENT = "variant.yaml"
@@ -28,7 +28,7 @@ _SCRATCH = ("samples.jsonl", "samples.txt")
 
 
 @dataclass(frozen=True)
-class Order:
+class QuantizeSpec:
     """What to make."""
 
     source: str
@@ -39,7 +39,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Made:
+class QuantizedVariant:
     """A variant on this machine."""
 
     folder: Path
@@ -55,9 +55,9 @@ class Made:
 Progress = Callable[[str, int, int], None]
 
 
-async def quantize(order: Order, *, progress: Progress = lambda *_: None) -> Made:
+async def quantize(order: QuantizeSpec, *, progress: Progress = lambda *_: None) -> QuantizedVariant:
     """Make the variant unless it is here; an interrupted job leaves nothing that looks like one."""
-    quantizer, model = quantizers.that_makes(order.scheme), weights.inspect(order.source)
+    quantizer, model = quantizers.that_makes(order.scheme), model_files.inspect(order.source)
     if model.format is None:
         raise InputError(
             f"{order.source} is not on this machine", hint="download its weights first, and give the folder"
@@ -65,17 +65,17 @@ async def quantize(order: Order, *, progress: Progress = lambda *_: None) -> Mad
     quantizer.check(model, order.scheme)
     tools, versions = await _tools(quantizer, model, progress)
     texts, calibration = _calibration(order, model)
-    origin = weights.digest(model.source)
+    origin = model_files.digest(model.source)
     basis = [origin, calibration.digest, sorted(versions.items())]
     name = f"{model.name}-{order.scheme}-{_short([order.scheme, *basis])}"
-    folder = environment.cache_root() / "variants" / name
+    folder = installations.cache_root() / "variants" / name
     shared = folder.with_name(f"{model.name}-base-{_short(basis)}")  # the converted model, and its weighed weights
     shared.mkdir(parents=True, exist_ok=True)
-    async with environment.locked(
+    async with installations.locked(
         shared / "lock", waiting=lambda: progress("wait for another process that makes one", 0, 1)
     ):
         if (folder / DOCUMENT).is_file():
-            return Made(folder, documents.of(Lineage, folder / DOCUMENT), made_now=False)
+            return QuantizedVariant(folder, documents.of(Lineage, folder / DOCUMENT), made_now=False)
         began, partial = time.monotonic(), folder.with_name(name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
@@ -85,7 +85,7 @@ async def quantize(order: Order, *, progress: Progress = lambda *_: None) -> Mad
         log.unlink(missing_ok=True)
         for number, step in enumerate(steps):
             progress(step.title, number, len(steps))
-            if last := await environment.run_step(step, log=log):
+            if last := await installations.run_step(step, log=log):
                 raise QuantizeFailed(f"'{step.title}' failed: {last}", hint=f"read {log}")
             if step.makes:
                 Path(quantizers.partial(step.makes)).rename(step.makes)
@@ -99,15 +99,15 @@ async def quantize(order: Order, *, progress: Progress = lambda *_: None) -> Mad
             scheme=order.scheme,
             format=quantizer.format,
             file=quantizer.file(job),
-            weights_digest=weights.digest(str(made)),
-            bytes=weights.inspect(str(made)).weight_bytes or 0,
+            weights_digest=model_files.digest(str(made)),
+            bytes=model_files.inspect(str(made)).weight_bytes or 0,
             calibration=calibration,
             tools=versions,
             seconds=round(time.monotonic() - began, 1),
         )
         (partial / DOCUMENT).write_text(lineage.to_text())
         partial.rename(folder)
-    return Made(folder, lineage, made_now=True)
+    return QuantizedVariant(folder, lineage, made_now=True)
 
 
 async def _tools(quantizer: Quantizer, model: Model, progress: Progress) -> tuple[dict[str, str], dict[str, str]]:
@@ -119,18 +119,18 @@ async def _tools(quantizer: Quantizer, model: Model, progress: Progress) -> tupl
             if name != quantizer.name and model.format == quantizer.format:
                 continue  # nothing to convert
             able = (name,) if name == quantizer.name else (name, "vllm")  # to convert, torch and transformers will do
-            found = next((one for maker in able for one in environment.managed(maker)), None)
+            found = next((one for maker in able for one in installations.managed(maker)), None)
             if found is None:
                 tool = quantizers.get(name)
-                found, _ = await environment.install(tool, host=devices.this_host(), progress=progress)  # type: ignore[arg-type]
+                found, _ = await installations.install(tool, host=devices.this_host(), progress=progress)  # type: ignore[arg-type]
         else:
-            found = environment.find(name)
+            found = installations.find(name)
         paths |= found.tools
         versions[found.engine] = found.version
     return paths, versions
 
 
-def _calibration(order: Order, model: Model) -> tuple[list[str], Calibration]:
+def _calibration(order: QuantizeSpec, model: Model) -> tuple[list[str], Calibration]:
     """Return the texts to calibrate with: the workload's own requests, else a mixture of the catalogue's."""
     if order.workload is None:
         texts, name, natural = catalog.calibration_texts()[: order.samples], "catalogue", True
@@ -143,9 +143,9 @@ def _calibration(order: Order, model: Model) -> tuple[list[str], Calibration]:
     return texts, Calibration(workload=name, samples=len(texts), digest=whole, natural=natural)
 
 
-def likeness(order: Order, served: Order) -> float:
+def likeness(order: QuantizeSpec, served: QuantizeSpec) -> float:
     """Return how much of the served text is in words that the calibration text has, over what its own half has."""
-    model = weights.inspect(order.source)
+    model = model_files.inspect(order.source)
     known, _ = _calibration(order, model)
     ours, _ = _calibration(served, model)
     first, second = ours[::2], ours[1::2]
@@ -162,11 +162,11 @@ def _short(parts: list[Any]) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]
 
 
-def _job(order: Order, model: Model, folder: Path, shared: Path, texts: list[str]) -> Job:
+def _job(order: QuantizeSpec, model: Model, folder: Path, shared: Path, texts: list[str]) -> Job:
     lines, plain = folder / "samples.jsonl", folder / "samples.txt"
     lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     plain.write_text("\n\n".join(texts))
-    jobs = environment.cores()
+    jobs = installations.cores()
     return Job(
         model=model,
         scheme=order.scheme,

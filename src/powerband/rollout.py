@@ -15,7 +15,7 @@ import httpx
 
 from powerband.core.statistics import wilson
 from powerband.errors import InputError
-from powerband.serve import Order, Part, resolved
+from powerband.serve import FleetSpec, ModelSpec, resolve
 
 _PROBES = (
     "The capital of France is", "Two plus two is", "Water boils at", "The opposite of hot is",
@@ -49,9 +49,9 @@ async def rollout(
     say: Callable[[str], None] = lambda _: None,
 ) -> Verdict:
     """Try a recipe with a share of the traffic; put it in the place of the old one, or give it up."""
-    old = Order.read(folder).part(model)
+    old = FleetSpec.read(folder).part(model)
     name = old.name
-    part = dataclasses.replace(next(iter(resolved(new)[0].values())), name=name, replicas=old.replicas)
+    part = dataclasses.replace(next(iter(resolve(new)[0].values())), name=name, replicas=old.replicas)
     if part.recipe == old.recipe:
         part = dataclasses.replace(part, recipe=f"{part.recipe} (new)")
     kept = {name: getattr(old, name) for name in ("aliases", "fallback", "most_replicas", "warm")}
@@ -85,8 +85,8 @@ async def _order(folder: Path, told: dict[str, Any]) -> dict[str, Any]:
 async def _trial(
     folder: Path,
     name: str,
-    old: Part,
-    new: Part,
+    old: ModelSpec,
+    new: ModelSpec,
     *,
     share: float,
     requests: int,

@@ -9,17 +9,17 @@ from typing import Any, Literal
 
 from powerband import bench
 from powerband import evaluate as gate
-from powerband.bench.profiles import carries, troubled
+from powerband.bench.profiles import inconclusive, sustains
 from powerband.core.deployment import Deployment
 from powerband.core.measurement import Level
 from powerband.core.recipe import Recipe
 from powerband.core.units import about_bytes
 from powerband.errors import DeploymentRefused, EngineError, PowerbandError
-from powerband.evaluate.exams import Exam
 from powerband.evaluate.probes import probes
+from powerband.evaluate.tasks import Task
 from powerband.launchers import local
 from powerband.launchers.local import Prepared
-from powerband.runtime import weights
+from powerband.runtime import model_files
 from powerband.runtime.replica import Replica
 from powerband.store import documents
 
@@ -54,21 +54,21 @@ class Verified:
 
 
 @dataclass(frozen=True)
-class Order:
+class VerifySpec:
     """What to prove again."""
 
     recipe: Recipe
-    tasks: dict[str, Exam] = field(default_factory=dict)
+    tasks: dict[str, Task] = field(default_factory=dict)
     engine_path: str | None = None
     seed: int = 0
 
 
-async def verify(order: Order, *, folder: Path, say: Callable[[str], None] = lambda _: None) -> Verified:
+async def verify(order: VerifySpec, *, folder: Path, say: Callable[[str], None] = lambda _: None) -> Verified:
     """Start it, hold its answers against the reference and its latencies against the SLO, and weigh it."""
     recipe, found = order.recipe, Verified()
     deployment = deployed(recipe.deployment)
     try:
-        now = weights.digest(deployment.variant.source)
+        now = model_files.digest(deployment.variant.source)
         if now != recipe.weights_digest:
             found.checks.append(Check("weights", "broken", "they are not those that the recipe was proven with"))
         say("start the engine")
@@ -92,7 +92,7 @@ async def verify(order: Order, *, folder: Path, say: Callable[[str], None] = lam
     return found
 
 
-async def probe(order: Order, url: str, *, folder: Path, say: Callable[[str], None] = lambda _: None) -> Check:
+async def probe(order: VerifySpec, url: str, *, folder: Path, say: Callable[[str], None] = lambda _: None) -> Check:
     """Hold the answers of a replica that runs already against the reference's."""
     judging = await _judging(order, say)
     if judging is None:
@@ -126,15 +126,17 @@ class Judging:
     """Whom answers are held against, and what is asked."""
 
     reference: Prepared
-    asked: gate.Order
+    asked: gate.EvaluateSpec
 
 
-async def _judging(order: Order, say: Callable[[str], None]) -> Judging | None:
+async def _judging(order: VerifySpec, say: Callable[[str], None]) -> Judging | None:
     """Ask the reference first, where the recipe promises quality: beside the candidate it would be in its way."""
     floor, reference = order.recipe.promise.quality, order.recipe.reference
     if floor is None or not reference:
         return None
-    found = Judging(local.prepare(deployed(reference)), gate.Order(floor, probes(), tasks=order.tasks, again=True))
+    found = Judging(
+        local.prepare(deployed(reference)), gate.EvaluateSpec(floor, probes(), tasks=order.tasks, again=True)
+    )
     await gate.consult(found.reference, found.asked, progress=lambda said: say(f"quality: {said}"))
     return found
 
@@ -154,18 +156,20 @@ async def _quality(judging: Judging, prepared: Prepared, replica: Replica, say: 
     return Check("quality", verdicts[judged.verdict], judged.reason)
 
 
-async def _hold(order: Order, prepared: Prepared, replica: Replica, folder: Path, say: Callable[[str], None]) -> Level:
+async def _hold(
+    order: VerifySpec, prepared: Prepared, replica: Replica, folder: Path, say: Callable[[str], None]
+) -> Level:
     """Hold the promised rate, again where something disturbed it; a promise is broken when it broke twice."""
     recipe, broken = order.recipe, 0
     for number in range(_TRIES):
         say(f"hold {recipe.promise.rate_per_s:.3g}/s{', once more' if number else ''}")
         seed = _SEED + 100 * order.seed + 10 * number  # each block of a measurement takes one
         workload = recipe.workload.with_seed(seed).carrying(recipe.promise.rate_per_s)
-        asked = bench.Order(workload=workload, slo=recipe.promise.slo, blocks=2, hopeless=True)
+        asked = bench.BenchSpec(workload=workload, slo=recipe.promise.slo, blocks=2, hopeless=True)
         found = await bench.bench(replica, prepared, asked, directory=folder)
         level = found.levels[-1]
-        kept = carries(level, recipe.promise.rate_per_s)
-        broken += not kept and not troubled(level)
+        kept = sustains(level, recipe.promise.rate_per_s)
+        broken += not kept and not inconclusive(level)
         if kept or broken > 1:
             break
     (folder / "measurement.json").write_text(found.to_json())
@@ -179,9 +183,9 @@ def _latency(level: Level, rate_per_s: float) -> Check:
         if one.value_s is not None
     ]
     said = f"at {level.load}: {', '.join(told) or level.verdict}"
-    if carries(level, rate_per_s):
+    if sustains(level, rate_per_s):
         return Check("SLO", "holds", said)
-    if troubled(level):
+    if inconclusive(level):
         return Check("SLO", "cannot say", "; ".join(one.sentence for one in level.refused))
     if level.keeps_slo:
         slow = f"answered at {level.achieved_per_s:.3g}/s, and {rate_per_s:.3g}/s is promised" if level.users else ""

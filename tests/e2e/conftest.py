@@ -8,7 +8,7 @@ import pytest
 
 from powerband import engines
 from powerband.errors import EngineMissing
-from powerband.runtime import devices, environment
+from powerband.runtime import devices, installations
 from support import models
 
 VERSIONS = {
@@ -21,7 +21,7 @@ VERSIONS = {
 def engines_and_model() -> None:
     for name, version in VERSIONS.items():
         try:
-            environment.find(name, version=version)
+            installations.find(name, version=version)
         except EngineMissing:
-            asyncio.run(environment.install(engines.get(name), host=devices.this_host(), version=version))
+            asyncio.run(installations.install(engines.get(name), host=devices.this_host(), version=version))
     models.make_all()

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from powerband.runtime import environment
+from powerband.runtime import installations
 from support import models
 
 BOTH = [
@@ -93,7 +93,7 @@ def test_the_printed_command_is_the_one_that_runs(tmp_path: Path) -> None:
 
 @pytest.mark.llamacpp
 def test_the_tools_that_come_with_llamacpp_run() -> None:
-    tools = environment.find("llamacpp").tools
+    tools = installations.find("llamacpp").tools
     for name in ("llama-quantize", "llama-perplexity", "llama-imatrix"):
         said = subprocess.run([tools[name], "--help"], capture_output=True, text=True)
         assert "usage" in (said.stdout + said.stderr).lower(), name

@@ -11,7 +11,7 @@ import pytest
 
 from powerband import engines
 from powerband.engines import knobs, rules
-from powerband.runtime import environment
+from powerband.runtime import installations
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -32,14 +32,14 @@ def flags_and_metrics(name: str, exposition: str, known: frozenset[str]) -> dict
 
 
 async def read(name: str) -> dict[str, Any]:
-    known = environment.find(name).flags
+    known = installations.find(name).flags
     assert known is not None
     async with started(name) as server:
         return flags_and_metrics(name, await server.page("/metrics"), known)
 
 
 def golden(name: str) -> Path:
-    return FOLDER / f"{name}-{environment.find(name).version}.json"
+    return FOLDER / f"{name}-{installations.find(name).version}.json"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from powerband.runtime import environment
+from powerband.runtime import installations
 from support import models
 
 pytestmark = pytest.mark.llamacpp
@@ -54,7 +54,7 @@ def judged(folder: Path, scheme: str) -> tuple[int, dict[str, object]]:
 
 def test_a_killed_job_leaves_no_variant_and_no_process() -> None:
     """Killed while the tool writes; the folder of variants then holds nothing that looks like one."""
-    home = environment.cache_root() / "variants"
+    home = installations.cache_root() / "variants"
     before = set(home.glob("*"))
     argv = [sys.executable, "-m", "powerband", "quantize", str(models.make_all().safetensors), "--scheme", "q4_0"]
     words = ["--samples", str(random.randint(20, 120))]  # so that nobody has made it

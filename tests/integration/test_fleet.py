@@ -15,7 +15,8 @@ import httpx
 import pytest
 
 from powerband import observe, rollout
-from powerband.serve import Fleet, Order, tenants
+from powerband.serve import Fleet, FleetSpec
+from powerband.serve.router import admission
 from support import fleets
 from support.fleets import CHAT
 
@@ -186,7 +187,7 @@ async def test_what_cannot_wait_overflows_to_the_fallback(tmp_path: Path) -> Non
 
 
 async def test_tenants_have_keys_and_limits(tmp_path: Path) -> None:
-    keys = {name: tenants.new_key() for name in ("rich", "poor", "late")}
+    keys = {name: admission.new_key() for name in ("rich", "poor", "late")}
     limits = {"rich": {}, "poor": {"rate_per_s": 0.01, "burst": 2}, "late": {}}
 
     def listed(*names: str) -> None:
@@ -254,7 +255,7 @@ async def test_a_stream_that_is_cut_ends_with_an_error(tmp_path: Path) -> None:
             assert isinstance(last, dict) and last["error"]["code"] == "replica_died"
 
 
-@pytest.mark.parametrize("name", ["powerband.serve.picker", "envoy", "powerband.serve.supervisor"])
+@pytest.mark.parametrize("name", ["powerband.serve.router.picker", "envoy", "powerband.serve.control.supervisor"])
 async def test_it_recovers_from_the_death_of_a_part(tmp_path: Path, name: str) -> None:
     async with fleets.running(fleets.write(tmp_path)) as (fleet, http):
         assert (await chat(http)).status_code == 200
@@ -332,7 +333,7 @@ async def test_captured_traffic_holds_shared_beginnings_and_no_words(tmp_path: P
             messages = [{"role": "user", "content": f"{shared} Who, number {number}, was the last?"}]
             assert (await chat(http, messages=messages)).status_code == 200
         for _ in range(50):
-            if len(held := observe.notes(fleet.folder, Order.read(fleet.folder).part(None))) == 3:
+            if len(held := observe.notes(fleet.folder, FleetSpec.read(fleet.folder).part(None))) == 3:
                 break
             await asyncio.sleep(0.1)
     first, second, third = (row["hash_ids"] for row in held)

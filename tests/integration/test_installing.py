@@ -14,7 +14,7 @@ from powerband import engines
 from powerband.core.engine import InstallPlan, Step
 from powerband.core.host import Host
 from powerband.errors import EngineMissing, InputError, InstallFailed
-from powerband.runtime import devices, environment
+from powerband.runtime import devices, installations
 
 SERVER = "#!/bin/sh\necho 'version: 7.7 (abc)'; echo '  --port N  --host H'\n"
 
@@ -40,41 +40,41 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_an_installation_is_found_used_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines.get("llamacpp"), "install_plan", plan())
     host = devices.this_host()
-    first, worked = await environment.install(engines.get("llamacpp"), host=host, version="1.0")
-    again, worked_again = await environment.install(engines.get("llamacpp"), host=host, version="1.0")
+    first, worked = await installations.install(engines.get("llamacpp"), host=host, version="1.0")
+    again, worked_again = await installations.install(engines.get("llamacpp"), host=host, version="1.0")
     assert (worked, worked_again) == (True, False)
-    assert again == first == environment.find("llamacpp") == environment.find("llamacpp", version="1.0")
+    assert again == first == installations.find("llamacpp") == installations.find("llamacpp", version="1.0")
     assert first.flags == frozenset({"--port", "--host"})
     with pytest.raises(EngineMissing, match=r"llamacpp 2.0 is not on this machine; here is 1.0"):
-        environment.find("llamacpp", version="2.0")
-    environment.remove("llamacpp")
+        installations.find("llamacpp", version="2.0")
+    installations.remove("llamacpp")
     with pytest.raises(EngineMissing):
-        environment.find("llamacpp")
+        installations.find("llamacpp")
     with pytest.raises(InputError, match="has installed no llamacpp"):
-        environment.remove("llamacpp")
+        installations.remove("llamacpp")
 
 
 async def test_a_failed_step_is_a_sentence_and_leaves_nothing_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Step(title="break", argv=("{python}", "-c", "raise SystemExit('the disk is on fire')"))
     monkeypatch.setattr(engines.get("llamacpp"), "install_plan", plan(broken))
     with pytest.raises(InstallFailed, match="'break' failed: the disk is on fire"):
-        await environment.install(engines.get("llamacpp"), host=devices.this_host(), version="1.0")
+        await installations.install(engines.get("llamacpp"), host=devices.this_host(), version="1.0")
     with pytest.raises(EngineMissing):
-        environment.find("llamacpp")
+        installations.find("llamacpp")
 
 
 async def test_an_interrupted_installation_is_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Step(title="sleep", argv=("{python}", "-c", "import time; time.sleep(60)"))
     monkeypatch.setattr(engines.get("llamacpp"), "install_plan", plan(slow))
-    work = asyncio.create_task(environment.install(engines.get("llamacpp"), host=devices.this_host(), version="1.0"))
+    work = asyncio.create_task(installations.install(engines.get("llamacpp"), host=devices.this_host(), version="1.0"))
     await asyncio.sleep(0.5)
     work.cancel()
     with pytest.raises(asyncio.CancelledError):
         await work
     with pytest.raises(EngineMissing):
-        environment.find("llamacpp")
+        installations.find("llamacpp")
     monkeypatch.setattr(engines.get("llamacpp"), "install_plan", plan())
-    assert (await environment.install(engines.get("llamacpp"), host=devices.this_host(), version="1.0"))[1]
+    assert (await installations.install(engines.get("llamacpp"), host=devices.this_host(), version="1.0"))[1]
 
 
 async def test_two_at_once_do_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ async def test_two_at_once_do_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines.get("llamacpp"), "install_plan", plan(pause))
     host = devices.this_host()
     both = await asyncio.gather(
-        *(environment.install(engines.get("llamacpp"), host=host, version="1.0") for _ in range(2))
+        *(installations.install(engines.get("llamacpp"), host=host, version="1.0") for _ in range(2))
     )
     assert sorted(worked for _, worked in both) == [False, True]
 
@@ -91,7 +91,7 @@ def test_one_on_path_is_used_as_it_is(tmp_path: Path) -> None:
     server = tmp_path / "llama-server"
     server.write_text(SERVER)
     server.chmod(server.stat().st_mode | stat.S_IXUSR)
-    found = environment.find("llamacpp")
+    found = installations.find("llamacpp")
     assert (found.origin, found.version, found.program) == ("path", "7.7", (str(server),))
 
 
@@ -100,24 +100,24 @@ def test_a_given_one_goes_before_all(tmp_path: Path, monkeypatch: pytest.MonkeyP
     server.write_text(SERVER)
     server.chmod(0o755)
     monkeypatch.setenv("POWERBAND_LLAMACPP", str(server))
-    assert environment.find("llamacpp").origin == "given"
+    assert installations.find("llamacpp").origin == "given"
     with pytest.raises(InputError, match="is not a program"):
-        environment.find("llamacpp", path=str(tmp_path / "absent"))
+        installations.find("llamacpp", path=str(tmp_path / "absent"))
 
 
 def test_a_given_interpreter_is_asked_for_its_vllm(tmp_path: Path) -> None:
     """An interpreter without vLLM has no version to tell, and is taken at its word."""
     python = tmp_path / "python3"
     os.symlink(sys.executable, python)
-    found = environment.find("vllm", path=str(python))
+    found = installations.find("vllm", path=str(python))
     assert found.program[1:] == ("-m", "vllm.entrypoints.openai.api_server")
 
 
 async def test_a_build_for_another_cpu_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines.get("llamacpp"), "install_plan", plan())
-    await environment.install(engines.get("llamacpp"), host=devices.this_host(), version="1.0")
-    marker = next((environment.cache_root() / "engines").glob("*/*/installation.json"))
+    await installations.install(engines.get("llamacpp"), host=devices.this_host(), version="1.0")
+    marker = next((installations.cache_root() / "engines").glob("*/*/installation.json"))
     facts = json.loads(marker.read_text())
     marker.write_text(json.dumps({**facts, "instruction_sets": ["avx9000"]}))
     with pytest.raises(EngineMissing):
-        environment.find("llamacpp")
+        installations.find("llamacpp")

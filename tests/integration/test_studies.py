@@ -16,12 +16,12 @@ import pytest
 
 from powerband import serve
 from powerband.core.deployment import Deployment
-from powerband.core.recipe import Against, Recipe
+from powerband.core.recipe import BaselineComparison, Recipe
 from powerband.core.study import Study
-from powerband.reports import tuned
+from powerband.reports import study as study_report
 from powerband.store import documents
-from powerband.tune import rig as trying
-from powerband.tune.order import Order, rig_of
+from powerband.tune import trial_runner as trying
+from powerband.tune.spec import TuneSpec, runner_of
 from support.studies import argv
 
 pytestmark = pytest.mark.quiet
@@ -64,9 +64,9 @@ def test_a_killed_study_goes_on_and_ends_in_a_recipe(folder: Path) -> None:
 
 def test_the_page_tells_levers_without_which_nothing_was_kept_or_known(folder: Path) -> None:
     study, recipe = documents.of(Study, folder / "study.json"), documents.of(Recipe, folder / "recipe.yaml")
-    slow = Against(name="one core instead of two", settings={}, knee_per_s=None, ratio=None)
+    slow = BaselineComparison(name="one core instead of two", settings={}, knee_per_s=None, ratio=None)
     failed = slow.model_copy(update={"name": "one core instead of four", "why": "it died at its start"})
-    page = tuned.page(study, recipe.model_copy(update={"waterfall": (slow, failed)}), [])
+    page = study_report.page(study, recipe.model_copy(update={"waterfall": (slow, failed)}), [])
     assert f"{slow.name}</td><td class='bar'></td><td>keeps the SLO at no rate" in page
     assert f"{failed.name}</td><td class='bar'></td><td>it died at its start" in page
 
@@ -128,7 +128,7 @@ async def test_what_would_lead_the_search_passes_the_whole_gate_first(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study = documents.of(Study, folder / "study.json")
-    rig = rig_of(Order("golden", study.workload, study.slo, engines=("fake",), requests=50), tmp_path)
+    rig = runner_of(TuneSpec("golden", study.workload, study.slo, engines=("fake",), requests=50), tmp_path)
     asked = []
 
     async def objection(settings: dict[str, str]) -> str:
@@ -148,7 +148,7 @@ async def test_a_variant_that_takes_long_to_make_is_not_a_trial_that_takes_long(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study = documents.of(Study, folder / "study.json")
-    rig = rig_of(Order("golden", study.workload, study.slo, engines=("fake",)), tmp_path)
+    rig = runner_of(TuneSpec("golden", study.workload, study.slo, engines=("fake",)), tmp_path)
     own, settings = rig.deployment, study.trials[0].settings
 
     async def made(settings: dict[str, str]) -> Deployment[Any]:
@@ -165,7 +165,7 @@ async def test_a_variant_that_takes_long_to_make_is_not_a_trial_that_takes_long(
 
 
 async def test_changed_traffic_is_tuned_for_while_nobody_asks(folder: Path, tmp_path: Path) -> None:
-    parts, _ = serve.resolved(folder / "recipe.yaml")
+    parts, _ = serve.resolve(folder / "recipe.yaml")
     async with serve.fleet(parts, folder=tmp_path, capture=True) as fleet, httpx.AsyncClient(timeout=30) as http:
         await fleet.ready(30)
 

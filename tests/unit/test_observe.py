@@ -7,19 +7,19 @@ from typing import Any, cast
 import pytest
 
 from powerband import observe
-from powerband.core.beginnings import FINE, chain, said
+from powerband.core.prefix_hash import FINE, block_hashes, said
 from powerband.core.recipe import Promised, Recipe
 from powerband.core.slo import SLO
 from powerband.core.statistics import Interval
 from powerband.core.workload import Workload
 from powerband.errors import InputError
 from powerband.load import prompts, tokens
-from powerband.observe.auto import enough
 from powerband.observe.capture import capture
 from powerband.observe.drift import Drift
-from powerband.serve import Part
-from powerband.serve.redaction import redacted
-from powerband.serve.watch import next_id
+from powerband.observe.retune import enough
+from powerband.serve import ModelSpec
+from powerband.serve.router.redaction import redacted
+from powerband.serve.router.telemetry import next_id
 from powerband.store import documents
 
 CHAT = cast(Workload, documents.find("workload", "chat"))
@@ -42,7 +42,7 @@ def noted(workload: Workload, count: int, *, longer: float = 1.0) -> list[dict[s
                     "timestamp": round(1000 * (at_s + 7.3 * turn)),
                     "input_length": 20 + len(text) // 5,  # the template adds some
                     "output_length": wrote,
-                    "hash_ids": [ids.setdefault(one, len(ids)) for one in chain(text, FINE)],
+                    "hash_ids": [ids.setdefault(one, len(ids)) for one in block_hashes(text, FINE)],
                     "characters": len(text),
                     "turns": turn + 1,
                     "model": "m",
@@ -56,8 +56,8 @@ def noted(workload: Workload, count: int, *, longer: float = 1.0) -> list[dict[s
     return sorted(found, key=lambda row: row["timestamp"])
 
 
-def part(name: str = "m", recipe: str = "r") -> Part:
-    return Part(name=name, data={}, recipe=recipe, replicas=1, in_flight=4, patience_s=1.0)
+def part(name: str = "m", recipe: str = "r") -> ModelSpec:
+    return ModelSpec(name=name, data={}, recipe=recipe, replicas=1, in_flight=4, patience_s=1.0)
 
 
 def recipe(slo: dict[str, Any], **promised: Any) -> Recipe:

@@ -8,26 +8,26 @@ import pytest
 
 from powerband import engines, plan
 from powerband.core.coefficients import Coefficients
-from powerband.core.engine import Choice
+from powerband.core.engine import EngineSettings
 from powerband.core.model import Model
 from powerband.core.plan import Plan, Rejection
 from powerband.core.slo import SLO
 from powerband.core.workload import Workload
-from powerband.plan import calibrate, expect, rest
+from powerband.plan import calibrate, expect, residual_model
+from powerband.plan.closed_loop import steady_state
 from powerband.plan.options import Lengths, Offer, Option, host_of, options
-from powerband.plan.probe import PROBES, Seen
+from powerband.plan.probe import PROBES, ProbeResult
 from powerband.plan.simulate import Limits, simulate
-from powerband.plan.steady import steady
-from powerband.plan.times import StepTimes
-from powerband.plan.work import Batch, Split, Steps
-from powerband.runtime import weights
+from powerband.plan.step_time import StepTimes
+from powerband.plan.step_work import Batch, Split, Steps
+from powerband.runtime import model_files
 from powerband.store import documents
 
 LENGTHS = Lengths(prompt=512, output=128, longest=4096)
 
 
 def model(name: str) -> Model:
-    return weights.facts(name)
+    return model_files.facts(name)
 
 
 def offer(name: str, count: int) -> Offer:
@@ -55,7 +55,7 @@ def test_a_device_without_a_format_is_told_so() -> None:
 def planned(name: str, *offers: Offer, **changes: object) -> Plan:
     workload, slo = documents.find("workload", "chat"), documents.find("slo", "interactive")
     assert isinstance(workload, Workload) and isinstance(slo, SLO)
-    return plan.plan(plan.Order(model=model(name), workload=workload, slo=slo, offers=offers, **changes))  # type: ignore[arg-type]
+    return plan.plan(plan.PlanSpec(model=model(name), workload=workload, slo=slo, offers=offers, **changes))  # type: ignore[arg-type]
 
 
 def test_four_replicas_beat_one_that_is_cut_in_four_where_one_device_is_enough() -> None:
@@ -74,7 +74,7 @@ def test_a_loose_promise_never_costs_more() -> None:
     workload = documents.find("workload", "chat")
     assert isinstance(workload, Workload)
     loose = plan.plan(
-        plan.Order(model=model("Qwen/Qwen3-32B"), workload=workload, slo=slo, offers=(offer("h100-sxm", 2),))
+        plan.PlanSpec(model=model("Qwen/Qwen3-32B"), workload=workload, slo=slo, offers=(offer("h100-sxm", 2),))
     )
     costs = [one.candidates[0].usd_per_1m_tokens for one in (loose, strict)]
     assert costs[0] and costs[1] and costs[0].value <= costs[1].value * 1.05
@@ -176,7 +176,7 @@ def test_calibrating_finds_the_coefficients_that_made_the_times() -> None:
     for one in PROBES:
         first = truth(Batch(prefill=one.users * one.prompt, behind=one.prompt / 2, firsts=one.users))
         step = truth(Batch(decodes=one.users, context=one.prompt + one.output / 2))
-        seen += [Seen(one, first * noise, step * noise) for noise in (0.9, 1.0, 1.1)]
+        seen += [ProbeResult(one, first * noise, step * noise) for noise in (0.9, 1.0, 1.1)]
     fitted = calibrate.fit(truth.steps, truth.device, "vllm", seen, name="x", source="x")
     again = StepTimes(truth.steps, truth.device, fitted)
     for batch in (
@@ -194,8 +194,8 @@ def test_a_choice_becomes_knobs_and_the_knobs_the_choice(engine: str) -> None:
     assert adapter.scheduling is not None
     for kv_format, size in adapter.scheduling.kv_formats.items():
         per_token = size * (known.kv_elements_per_token() or 0)
-        choice = Choice(source="x", scheme="", kv_format=kv_format, on_cpu=True, sequences=6, batched_tokens=512,
-                        context=1024, kv_bytes=int(6 * 1024 * per_token))  # fmt: skip
+        choice = EngineSettings(source="x", scheme="", kv_format=kv_format, on_cpu=True, sequences=6,
+                                batched_tokens=512, context=1024, kv_bytes=int(6 * 1024 * per_token))  # fmt: skip
         data = {"variant": {"source": "x"}, "engine": engine, "config": adapter.knobs_for(choice)}
         deployment = engines.deployment_type(engine).model_validate(data)
         host = host_of(plan.device("c7i-8xlarge"), 1)
@@ -211,7 +211,7 @@ def test_a_measured_model_on_a_measured_device_is_corrected_and_others_are_not()
         ("Qwen/Qwen3-8B", "l4"),
     ):
         times = StepTimes(steps_of(source, "fp8-dynamic"), plan.device(on), nvidia)
-        better = rest.corrected("vllm", times, steady(times, users=16, prompt=1000, output=200))
+        better = residual_model.corrected("vllm", times, steady_state(times, users=16, prompt=1000, output=200))
         batch = Batch(decodes=16, context=1100)
         assert (better(batch) == times(batch)) == (on == "l4")
         assert 0.5 < better(batch) / times(batch) < 2
@@ -222,9 +222,9 @@ def test_a_measured_model_on_a_measured_device_is_corrected_and_others_are_not()
 
 def test_users_wait_for_each_others_prompts() -> None:
     times = made("Qwen/Qwen3-0.6B")
-    alone, crowd = (steady(times, users=users, prompt=500, output=100) for users in (1, 16))
+    alone, crowd = (steady_state(times, users=users, prompt=500, output=100) for users in (1, 16))
     assert crowd.ttft_s > 1.2 * alone.ttft_s and crowd.tpot_s > 1.2 * alone.tpot_s
-    assert steady(times, users=1, prompt=500, output=100, known=400).ttft_s < 0.9 * alone.ttft_s
+    assert steady_state(times, users=1, prompt=500, output=100, known=400).ttft_s < 0.9 * alone.ttft_s
 
 
 def test_a_number_format_that_no_scheme_describes_is_not_expected_to_do_anything() -> None:

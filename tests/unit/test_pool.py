@@ -11,28 +11,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from powerband.core.beginnings import BLOCK, chain
 from powerband.core.fleet import Fleet, Tenants
-from powerband.serve import requests, tenants
-from powerband.serve.desk import Desk, Ended
-from powerband.serve.order import Part
-from powerband.serve.pool import Ask, Backend, Pool, Ticket
-from powerband.serve.prefixes import Prefixes
-from powerband.serve.requests import Refused
+from powerband.core.prefix_hash import BLOCK, block_hashes
+from powerband.serve.router import admission, requests
+from powerband.serve.router.pool import Endpoint, EndpointPool, QueuedRequest, RequestProfile
+from powerband.serve.router.prefix_index import PrefixIndex
+from powerband.serve.router.requests import Refused
+from powerband.serve.router.scheduler import RequestOutcome, RequestScheduler
+from powerband.serve.spec import ModelSpec
 
 
-def pool(*, replicas: int = 2, most: int = 2, **more: Any) -> Pool:
-    found = Pool(Ask(100.0, 25.0), rate_per_s=1.0, **more)
+def pool(*, replicas: int = 2, most: int = 2, **more: Any) -> EndpointPool:
+    found = EndpointPool(RequestProfile(100.0, 25.0), rate_per_s=1.0, **more)
     for number in range(replicas):
-        found.add(Backend(f"r{number}", f"h:{number}", most))
+        found.add(Endpoint(f"r{number}", f"h:{number}", most))
     return found
 
 
-def sent(found: Pool, now_s: float) -> list[Ticket]:
+def sent(found: EndpointPool, now_s: float) -> list[QueuedRequest]:
     return list(found.dispatch(now_s))
 
 
-def where(ticket: Ticket) -> str:
+def where(ticket: QueuedRequest) -> str:
     assert ticket.backend is not None
     return ticket.backend.name
 
@@ -40,7 +40,7 @@ def where(ticket: Ticket) -> str:
 def test_nobody_gets_more_at_once_than_was_proven() -> None:
     found = pool()
     for _ in range(6):
-        found.enter(Ask(10, 10), 0.0)
+        found.enter(RequestProfile(10, 10), 0.0)
     first = sent(found, 0.0)
     assert len(first) == 4 and found.depth == 2 and found.running == 4
     assert [one.running for one in found.backends.values()] == [2, 2]
@@ -52,7 +52,7 @@ def test_the_speed_is_learned_right_from_answers_that_end_together() -> None:
     found = pool(replicas=1, most=8)
     for wave in range(20):
         for _ in range(8):
-            found.enter(Ask(100.0, 25.0), float(wave))
+            found.enter(RequestProfile(100.0, 25.0), float(wave))
         for one in sent(found, float(wave)):
             found.finish(one, wave + 1.0, output_tokens=25)
     assert found.unit_s == pytest.approx(1 / (8 * 200), rel=0.01)
@@ -60,9 +60,9 @@ def test_the_speed_is_learned_right_from_answers_that_end_together() -> None:
 
 def test_the_first_class_goes_first_and_those_of_a_class_as_they_came() -> None:
     found = pool(replicas=1, most=1)
-    running = found.enter(Ask(10, 10), 0.0)
+    running = found.enter(RequestProfile(10, 10), 0.0)
     assert sent(found, 0.0) == [running]
-    low, normal, other, high = (found.enter(Ask(10, 10, priority=rank), 0.0) for rank in (2, 1, 1, 0))
+    low, normal, other, high = (found.enter(RequestProfile(10, 10, priority=rank), 0.0) for rank in (2, 1, 1, 0))
     order = []
     for now_s in range(1, 5):
         found.finish(running, float(now_s), output_tokens=10)
@@ -73,17 +73,17 @@ def test_the_first_class_goes_first_and_those_of_a_class_as_they_came() -> None:
 
 def test_work_decides_and_not_the_number_of_requests() -> None:
     found = pool(most=8)
-    found.enter(Ask(4000, 500), 0.0)
+    found.enter(RequestProfile(4000, 500), 0.0)
     (large,) = sent(found, 0.0)
     for _ in range(3):
-        found.enter(Ask(20, 10), 0.0)
+        found.enter(RequestProfile(20, 10), 0.0)
     assert {where(one) for one in sent(found, 0.0)} == {"r0", "r1"} - {where(large)}
 
 
 def test_a_prefix_attracts_until_its_holder_is_busy() -> None:
     found = pool(most=50)
-    blocks = tuple(chain("x" * 20 * BLOCK))
-    ask = Ask(20 * BLOCK / 4, 20, blocks=blocks)
+    blocks = tuple(block_hashes("x" * 20 * BLOCK))
+    ask = RequestProfile(20 * BLOCK / 4, 20, blocks=blocks)
     found.enter(ask, 0.0)
     (first,) = sent(found, 0.0)
     found.finish(first, 1.0, output_tokens=20)
@@ -99,36 +99,36 @@ def test_a_prefix_attracts_until_its_holder_is_busy() -> None:
 def test_a_lower_class_leaves_room_for_a_higher_one_that_is_about() -> None:
     found = pool(replicas=1, most=8)
     for _ in range(4):
-        found.enter(Ask(10, 10, priority=0), 0.0)
+        found.enter(RequestProfile(10, 10, priority=0), 0.0)
     for _ in range(8):
-        found.enter(Ask(10, 10, priority=2), 0.0)
+        found.enter(RequestProfile(10, 10, priority=2), 0.0)
     assert [one.ask.priority for one in sent(found, 0.0)] == [0, 0, 0, 0, 2, 2]
-    found.enter(Ask(10, 10, priority=0), 0.0)
+    found.enter(RequestProfile(10, 10, priority=0), 0.0)
     assert [one.ask.priority for one in sent(found, 0.0)] == [0]
 
 
 def test_round_robin_takes_turns() -> None:
     found = pool(most=50, routing="round-robin")
     for _ in range(10):
-        found.enter(Ask(10, 10), 0.0)
+        found.enter(RequestProfile(10, 10), 0.0)
     assert [where(one) for one in sent(found, 0.0)] == ["r0", "r1"] * 5
 
 
 def test_an_adapter_stays_where_it_is_loaded() -> None:
     found = pool(most=50)
-    found.enter(Ask(10, 10, adapter="a"), 0.0)
+    found.enter(RequestProfile(10, 10, adapter="a"), 0.0)
     (first,) = sent(found, 0.0)
     found.finish(first, 1.0, output_tokens=10)
     for _ in range(3):
-        found.enter(Ask(10, 10, adapter="a"), 1.0)
+        found.enter(RequestProfile(10, 10, adapter="a"), 1.0)
     assert {where(one) for one in sent(found, 1.0)} == {where(first)}
 
 
 def test_who_waited_too_long_or_gave_up_is_not_sent() -> None:
     found = pool(replicas=1, most=1)
-    running = found.enter(Ask(10, 10), 0.0)
+    running = found.enter(RequestProfile(10, 10), 0.0)
     sent(found, 0.0)
-    hasty, gone, last = (found.enter(Ask(10, 10, patience_s=wait), 0.0) for wait in (1.0, 9.0, math.inf))
+    hasty, gone, last = (found.enter(RequestProfile(10, 10, patience_s=wait), 0.0) for wait in (1.0, 9.0, math.inf))
     found.leave(gone)
     assert list(found.expired(1.5)) == [hasty] and found.depth == 1
     found.finish(running, 2.0, output_tokens=10)
@@ -139,10 +139,10 @@ def test_who_waited_too_long_or_gave_up_is_not_sent() -> None:
 def test_the_wait_is_that_of_those_ahead() -> None:
     found = pool(replicas=1, most=1)
     assert found.wait_s(1, 0.0) == 0.0
-    found.enter(Ask(100, 25), 0.0)
+    found.enter(RequestProfile(100, 25), 0.0)
     sent(found, 0.0)
     for _ in range(4):
-        found.enter(Ask(100, 25, priority=1), 0.0)
+        found.enter(RequestProfile(100, 25, priority=1), 0.0)
     assert found.wait_s(0, 0.0) == pytest.approx(0.5)
     assert found.wait_s(1, 0.0) == pytest.approx(4.5)
     found.backends["r0"].ready = False
@@ -151,10 +151,10 @@ def test_the_wait_is_that_of_those_ahead() -> None:
 
 def test_a_recipe_on_trial_gets_its_share() -> None:
     found = pool(replicas=1, most=1000)
-    found.add(Backend("new", "h:9", 1000, canary=True))
+    found.add(Endpoint("new", "h:9", 1000, canary=True))
     found.share = 0.2
     for _ in range(100):
-        found.enter(Ask(10, 10), 0.0)
+        found.enter(RequestProfile(10, 10), 0.0)
     assert sum(where(one) == "new" for one in sent(found, 0.0)) == 20
 
 
@@ -165,12 +165,14 @@ def test_a_recipe_on_trial_gets_its_share() -> None:
 )
 def test_nothing_is_lost_whatever_happens(steps: list[tuple[str, int]]) -> None:
     found, now_s = pool(), 0.0
-    waiting: list[Ticket] = []
-    running: list[Ticket] = []
+    waiting: list[QueuedRequest] = []
+    running: list[QueuedRequest] = []
     for what, number in steps:
         now_s += 0.5
         if what == "enter":
-            waiting.append(found.enter(Ask(10 * number + 1, 5, priority=number % 3, patience_s=number + 1.0), now_s))
+            waiting.append(
+                found.enter(RequestProfile(10 * number + 1, 5, priority=number % 3, patience_s=number + 1.0), now_s)
+            )
         elif what == "finish" and running:
             found.finish(running.pop(number % len(running)), now_s, output_tokens=number)
         elif what == "leave" and waiting:
@@ -188,21 +190,21 @@ def test_nothing_is_lost_whatever_happens(steps: list[tuple[str, int]]) -> None:
 
 
 def test_prefixes_are_bounded_and_forgotten_with_their_replica() -> None:
-    held = Prefixes(most=100)
+    held = PrefixIndex(most=100)
     for number in range(500):
         held.learn([number], f"r{number % 2}")
     assert len(held) == 100
     held.forget("r0")
     assert len(held) == 50
-    first, second = chain("a" * 3 * BLOCK), chain("a" * 2 * BLOCK + "b" * BLOCK)
+    first, second = block_hashes("a" * 3 * BLOCK), block_hashes("a" * 2 * BLOCK + "b" * BLOCK)
     held.learn(first, "r1")
     held.learn(first[:1], "r2")
     assert held.matched(second) == {"r1": 2, "r2": 1}
 
 
-def part(name: str = "m", **more: Any) -> Part:
+def part(name: str = "m", **more: Any) -> ModelSpec:
     usual = {"prompt_tokens": 100.0, "output_tokens": 25.0, "rate_per_s": 1.0, "patience_s": 1.0}
-    return Part(name, data={}, recipe="r", replicas=1, in_flight=1, **{**usual, **more})
+    return ModelSpec(name, data={}, recipe="r", replicas=1, in_flight=1, **{**usual, **more})
 
 
 def backend(name: str, most: int = 1) -> dict[str, Any]:
@@ -214,7 +216,7 @@ def body(**more: Any) -> bytes:
 
 
 async def test_an_alias_is_renamed_and_an_adapter_is_not() -> None:
-    desk = Desk({"m": part(aliases=("gpt",), adapters=("fine",))})
+    desk = RequestScheduler({"m": part(aliases=("gpt",), adapters=("fine",))})
     desk.backends({"m": [backend("a", 9), backend("b", 9)]}, {})
     plain, alias, adapter = [
         await desk.pick(body(model=name), case=name, tenant="anybody", headers={}) for name in ("m", "gpt", "fine")
@@ -229,9 +231,9 @@ async def test_an_alias_is_renamed_and_an_adapter_is_not() -> None:
 
 
 async def test_a_tenant_pays_for_what_it_got() -> None:
-    key, digest = tenants.new_key()
+    key, digest = admission.new_key()
     known = Tenants.model_validate({"tenants": {"me": {"key_sha256": digest, "in_flight": 1, "models": ["m"]}}})
-    desk = Desk({"m": part(usd_per_1m_tokens=2.0), "n": part("n")}, known)
+    desk = RequestScheduler({"m": part(usd_per_1m_tokens=2.0), "n": part("n")}, known)
     desk.backends({"m": [backend("a", 9)], "n": [backend("b")]}, {})
     assert desk.door.known(f"Bearer {key}") == "me"
     assert list(desk.models("me")) == ["m"]
@@ -240,13 +242,13 @@ async def test_a_tenant_pays_for_what_it_got() -> None:
         with pytest.raises(Refused) as refused:
             await desk.pick(body(model=wanted), case=wanted, tenant="me", headers={})
         assert refused.value.status == status
-    desk.end("first", Ended(200, output_tokens=500_000, prompt_tokens=7))
+    desk.end("first", RequestOutcome(200, output_tokens=500_000, prompt_tokens=7))
     account = desk.door.account("me")
     assert (account.usd, account.prompt_tokens, account.running, account.refused) == (1.0, 7, 0, 2)
 
 
 async def test_when_envoy_is_gone_its_places_are_free_again() -> None:
-    desk = Desk({"m": part(patience_s=50.0)})
+    desk = RequestScheduler({"m": part(patience_s=50.0)})
     desk.backends({"m": [backend("a")]}, {})
     await desk.pick(body(), case="first", tenant="anybody", headers={})
     second = asyncio.create_task(desk.pick(body(), case="second", tenant="anybody", headers={}))
@@ -257,17 +259,17 @@ async def test_when_envoy_is_gone_its_places_are_free_again() -> None:
 
 
 async def test_who_leaves_the_queue_leaves_no_place_taken() -> None:
-    desk = Desk({"m": part(patience_s=50.0)})
+    desk = RequestScheduler({"m": part(patience_s=50.0)})
     desk.backends({"m": [backend("a")]}, {})
     await desk.pick(body(), case="first", tenant="anybody", headers={})
     second = asyncio.create_task(desk.pick(body(), case="second", tenant="anybody", headers={}))
     await asyncio.sleep(0)
     for _ in range(2):  # Envoy tells of its end, and its stream ends too
-        desk.end("second", Ended(status=0))
+        desk.end("second", RequestOutcome(status=0))
     with pytest.raises(asyncio.CancelledError):
         await second
     assert (desk.pools["m"].running, desk.pools["m"].depth, desk.door.account("anybody").running) == (1, 0, 1)
-    desk.end("first", Ended(200, output_tokens=3))
+    desk.end("first", RequestOutcome(200, output_tokens=3))
     assert (desk.pools["m"].running, desk.door.account("anybody").running, desk.cases) == (0, 0, {})
 
 

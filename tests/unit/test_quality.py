@@ -8,22 +8,22 @@ import pytest
 
 from powerband import catalog
 from powerband.core.quality import Bound, QualityFloor
-from powerband.core.scoring import Spot
+from powerband.core.scoring import TokenDistribution
 from powerband.core.statistics import Interval
 from powerband.engines.llamacpp import ENGINE as LLAMACPP
 from powerband.engines.vllm import ENGINE as VLLM
 from powerband.errors import DocumentError, InputError
-from powerband.evaluate import judge
-from powerband.evaluate.exams import spread
-from powerband.evaluators import fidelity, lm_eval, marks, recall, tasks
+from powerband.evaluate import gate
+from powerband.evaluate.tasks import spread
+from powerband.evaluators import fidelity, graders, lm_eval, questions, recall
 from powerband.evaluators.fidelity import Compared
 from powerband.store import documents
 
 
-def spot(**likely: float) -> Spot:
+def spot(**likely: float) -> TokenDistribution:
     """A place whose tokens are called by letters."""
     top = tuple(sorted(((ord(name), math.log(p)) for name, p in likely.items()), key=lambda one: -one[1]))
-    return Spot(top[0][1], top)
+    return TokenDistribution(top[0][1], top)
 
 
 def test_divergence_of_the_same_is_nothing_and_of_others_what_the_sum_says() -> None:
@@ -42,10 +42,10 @@ def test_tokens_that_only_one_names_go_to_the_rest_and_never_raise_the_divergenc
 def test_an_answer_is_spoiled_where_the_choice_was_clear() -> None:
     places = [spot(a=0.9, b=0.05), spot(a=0.45, b=0.4)]
     a, b = ord("a"), ord("b")
-    assert not fidelity.spoiled([a, a], places, [a, a])
-    assert not fidelity.spoiled([a, a], places, [a, b])  # as good as a tie
-    assert fidelity.spoiled([a, a], places, [b, a])
-    assert fidelity.spoiled([a, a], places, [ord("z"), a])
+    assert not fidelity.diverged([a, a], places, [a, a])
+    assert not fidelity.diverged([a, a], places, [a, b])  # as good as a tie
+    assert fidelity.diverged([a, a], places, [b, a])
+    assert fidelity.diverged([a, a], places, [ord("z"), a])
 
 
 def test_intervals_of_a_mean_cover_it_as_often_as_they_say() -> None:
@@ -60,35 +60,37 @@ def test_intervals_of_a_mean_cover_it_as_often_as_they_say() -> None:
 def test_recovery_is_paired() -> None:
     rng = random.Random(3)
     reference = [float(rng.random() < 0.7) for _ in range(300)]
-    same = tasks.recovery(reference, reference)
+    same = questions.recovery(reference, reference)
     assert same.value == 1.0 and 0.97 < same.low < 1 < same.high < 1.03
     worse = [float(one and rng.random() < 0.8) for one in reference]
-    found = tasks.recovery(reference, worse)
+    found = questions.recovery(reference, worse)
     assert found.low < 0.8 < found.high and found.high < 0.9
     shares = [one * 0.5 + 0.25 for one in reference]  # a task may score parts
-    assert tasks.recovery(shares, [0.9 * one for one in shares]).value == pytest.approx(0.9)
+    assert questions.recovery(shares, [0.9 * one for one in shares]).value == pytest.approx(0.9)
 
 
 def test_what_never_differed_is_not_sure_to_be_the_same() -> None:
     few, many = [1.0] * 20, [1.0] * 400
-    assert tasks.recovery(few, few).low < 0.95 < tasks.recovery(many, many).low
+    assert questions.recovery(few, few).low < 0.95 < questions.recovery(many, many).low
     texts = [Compared("x", 16, 0.0, 16, 0.0)] * 12
     assert fidelity.interval(texts, "top1_agreement").low < 0.99
 
 
 def test_our_own_task_can_be_answered() -> None:
-    questions = recall.questions(40)
-    assert questions == recall.questions(40) and len({one.prompt for one in questions}) == 40
-    assert all(tasks.right(one, f"It is so: {one.answer}.") and one.answer in one.prompt for one in questions)
+    asked = recall.questions(40)
+    assert asked == recall.questions(40) and len({one.prompt for one in asked}) == 40
+    assert all(questions.right(one, f"It is so: {one.answer}.") and one.answer in one.prompt for one in asked)
 
 
 def test_checks() -> None:
-    ask = tasks.Question
-    assert tasks.right(ask("", "Paris"), "It is paris.") and not tasks.right(ask("", "Paris"), "Rome")
-    assert tasks.right(ask("", "1200", "number"), "so 5 and 1,200") and not tasks.right(ask("", "3", "number"), "none")
-    assert tasks.right(ask("", "yes", "exact"), " Yes ") and tasks.right(ask("", r"^\d+$", "regex"), "42")
+    ask = questions.Question
+    assert questions.right(ask("", "Paris"), "It is paris.") and not questions.right(ask("", "Paris"), "Rome")
+    assert questions.right(ask("", "1200", "number"), "so 5 and 1,200") and not questions.right(
+        ask("", "3", "number"), "none"
+    )
+    assert questions.right(ask("", "yes", "exact"), " Yes ") and questions.right(ask("", r"^\d+$", "regex"), "42")
     with pytest.raises(InputError, match=r"task:2 is not a question"):
-        tasks.read('{"prompt": "a", "answer": "b"}\nnonsense', source="task")
+        questions.read('{"prompt": "a", "answer": "b"}\nnonsense', source="task")
 
 
 def test_a_bound_wants_the_whole_interval() -> None:
@@ -97,7 +99,7 @@ def test_a_bound_wants_the_whole_interval() -> None:
     assert bound.judge(Interval(0.07, 0.06, 0.08)) == "fail"
     assert bound.judge(Interval(0.045, 0.03, 0.06)) == "undecided"
     assert bound.samples_to_decide(Interval(0.04, 0.02, 0.06), 100) in (400, 401)
-    assert bound.samples_to_decide(tasks.recovery([0.0] * 9, [0.0] * 9), 9) is None  # the reference never scored
+    assert bound.samples_to_decide(questions.recovery([0.0] * 9, [0.0] * 9), 9) is None  # the reference never scored
 
 
 def test_rows_come_from_all_over_the_data() -> None:
@@ -108,16 +110,16 @@ def test_rows_come_from_all_over_the_data() -> None:
 
 def test_marks_of_the_harness() -> None:
     asked = {"answer": "so 2 + 2 = 4\n#### 1,004"}
-    assert marks.number(asked, ["it is 1004.\nQuestion: 5"]) == {"score": 1.0}
-    assert marks.letter({"answer": 1}, [" B."]) == {"score": 1.0} and marks.letter({"answer": 1}, ["no"]) == {
+    assert graders.number(asked, ["it is 1004.\nQuestion: 5"]) == {"score": 1.0}
+    assert graders.letter({"answer": 1}, [" B."]) == {"score": 1.0} and graders.letter({"answer": 1}, ["no"]) == {
         "score": 0.0
     }
     wanted = {"instruction_id_list": ["punctuation:no_comma", "detectable_format:title"], "kwargs": [{}, {}]}
-    assert marks.followed(wanted, ["<<A title>>, and more"]) == {"score": 0.5}
+    assert graders.followed(wanted, ["<<A title>>, and more"]) == {"score": 0.5}
     code = {"prompt": "def one():\n", "test": "def check(f):\n    assert f() == 1", "entry_point": "one"}
-    assert marks.passes(code, ["    return 1\nprint(1)"]) == {"score": 1.0}
-    assert marks.passes(code, ["    return 2"]) == {"score": 0.0}
-    assert marks.bytes_per_bit({"page": "abcd"}, [(-4 * math.log(2),)]) == {"score": pytest.approx(1.0)}
+    assert graders.passes(code, ["    return 1\nprint(1)"]) == {"score": 1.0}
+    assert graders.passes(code, ["    return 2"]) == {"score": 0.0}
+    assert graders.bytes_per_bit({"page": "abcd"}, [(-4 * math.log(2),)]) == {"score": pytest.approx(1.0)}
 
 
 def test_the_harness_is_told_where_to_ask(tmp_path: Path) -> None:
@@ -146,18 +148,18 @@ def floor(text: str) -> QualityFloor:
 def test_fidelity_rejects_and_only_tasks_or_closeness_pass() -> None:
     wanted = floor('fidelity: {kl_mean: "<= 0.05"}\ntasks: {recall: {recovery: ">= 0.98"}}')
     bound, recovery = wanted.fidelity["kl_mean"], wanted.tasks["recall"].recovery
-    bad = judge.figure("kl_mean", "", Interval(0.2, 0.1, 0.3), 50, bound)
-    good = judge.figure("kl_mean", "", Interval(0.02, 0.01, 0.03), 50, bound)
-    scored = judge.figure("recall recovery", "", Interval(1.0, 0.99, 1.01), 200, recovery)
-    assert judge.verdict(wanted, [bad, scored])[0] == "fail"
-    assert judge.verdict(wanted, [good])[0] == "undecided"
-    assert judge.verdict(wanted, [good, scored])[0] == "pass"
+    bad = gate.figure("kl_mean", "", Interval(0.2, 0.1, 0.3), 50, bound)
+    good = gate.figure("kl_mean", "", Interval(0.02, 0.01, 0.03), 50, bound)
+    scored = gate.figure("recall recovery", "", Interval(1.0, 0.99, 1.01), 200, recovery)
+    assert gate.verdict(wanted, [bad, scored])[0] == "fail"
+    assert gate.verdict(wanted, [good])[0] == "undecided"
+    assert gate.verdict(wanted, [good, scored])[0] == "pass"
     asks_more = floor('fidelity: {kl_mean: "<= 0.05", spoiled_long: "<= 0.3"}\ntasks: {recall: {recovery: ">= 0.98"}}')
-    verdict, reason = judge.verdict(asks_more, [good, scored])  # no room for a long context
+    verdict, reason = gate.verdict(asks_more, [good, scored])  # no room for a long context
     assert verdict == "undecided" and "spoiled_long could not be asked" in reason
-    nothing = judge.figure("kl_mean", "", Interval(0.001, 0.0005, 0.002), 50, bound)
-    agreed = judge.figure("top1_agreement", "", Interval(0.99, 0.985, 0.995), 50, None)
-    verdict, reason = judge.verdict(wanted, [nothing, agreed])
+    nothing = gate.figure("kl_mean", "", Interval(0.001, 0.0005, 0.002), 50, bound)
+    agreed = gate.figure("top1_agreement", "", Interval(0.99, 0.985, 0.995), 50, None)
+    verdict, reason = gate.verdict(wanted, [nothing, agreed])
     assert verdict == "pass" and "no task could tell" in reason
 
 
@@ -185,7 +187,9 @@ def test_vllm_tells_of_all_places_in_one_answer() -> None:
     with pytest.raises(StopIteration) as end:
         talk.send({"choices": [{"prompt_logprobs": told}]})
     first, second = end.value.value
-    assert first == Spot(-1.0, ((9, -0.5), (6, -1.0))) and second == Spot(-4.0, ((1, -0.1), (2, -3.0)))
+    assert first == TokenDistribution(-1.0, ((9, -0.5), (6, -1.0))) and second == TokenDistribution(
+        -4.0, ((1, -0.1), (2, -3.0))
+    )
 
 
 def test_llamacpp_is_asked_place_by_place_and_once_more_for_an_unlikely_token() -> None:
@@ -198,4 +202,4 @@ def test_llamacpp_is_asked_place_by_place_and_once_more_for_an_unlikely_token() 
     assert again.body["n_probs"] > ask.body["n_probs"] == 1
     with pytest.raises(StopIteration) as end:
         talk.send({"completion_probabilities": [{"top_logprobs": [likely, {"id": 6, "logprob": -9.0}]}]})
-    assert end.value.value == [Spot(-9.0, ((9, -0.1),))]
+    assert end.value.value == [TokenDistribution(-9.0, ((9, -0.1),))]

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from powerband.bench.profiles import Amount, carries, climb, crowd, knee, troubled
+from powerband.bench.profiles import Amount, climb, closed_loop, inconclusive, max_rate, sustains
 from powerband.core.engine import Lever
-from powerband.core.measurement import GRID, Distribution, Level, Promise, Timeline, Verdict
+from powerband.core.measurement import GRID, Distribution, Level, SLOCheck, Timeline, Verdict
 from powerband.core.recipe import Recipe
 from powerband.core.slo import SLO
 from powerband.core.statistics import Interval
-from powerband.core.study import Drafted, Outcome, Settings, Study, Trial
+from powerband.core.study import Outcome, Settings, SpeculationResult, Study, Trial
 from powerband.core.workload import Workload
 from powerband.engines.vllm import VllmConfig
 from powerband.errors import EngineError, InputError, InvalidMeasurement
@@ -24,14 +24,14 @@ from powerband.launchers import local
 from powerband.runtime import devices
 from powerband.store import documents
 from powerband.store.journal import Journal
-from powerband.tune import asked, contest, finals, recipe
-from powerband.tune.drafts import best, schedule, worthwhile
-from powerband.tune.finals import Contender, _foremost, absent, contender
-from powerband.tune.levers import Levers, key
-from powerband.tune.order import Order, rig_of
+from powerband.tune import paired_comparison, recipe, resume, validation
 from powerband.tune.search import Search
+from powerband.tune.search_space import SearchSpace, key
+from powerband.tune.spec import TuneSpec, runner_of
+from powerband.tune.speculation import best, schedule, worthwhile
+from powerband.tune.validation import Contender, _foremost, absent, contender
 
-LEVERS = Levers(
+LEVERS = SearchSpace(
     {
         "one": (
             Lever(name="weights", settings={"f16": {}, "q8": {}, "q4": {}}, spoils=True),
@@ -65,7 +65,7 @@ def traffic(**arrivals: str | int) -> Workload:
     return Workload.model_validate({"arrivals": arrivals, "prompt": tokens, "output": tokens})
 
 
-ORDER = Order("golden", traffic(process="poisson", rate_per_s=1), SLO.model_validate({"e2e": {"p90": 1.0}}))
+ORDER = TuneSpec("golden", traffic(process="poisson", rate_per_s=1), SLO.model_validate({"e2e": {"p90": 1.0}}))
 
 
 def study(search: Search, trials: int, value: Callable[[Settings], float] = truth) -> list[Trial]:
@@ -126,7 +126,7 @@ def test_settings_that_alone_explain_a_failure_are_not_tried_again() -> None:
 def test_drafts_are_chosen_by_the_number_of_users_and_left_away_where_they_lose() -> None:
     speeds = {1: {0: 50, 4: 80, 12: 90}, 2: {0: 80, 4: 110, 12: 100}, 4: {0: 120, 4: 121, 12: 90}, 8: {0: 150, 4: 120}}
     found = [
-        Drafted(
+        SpeculationResult(
             engine="vllm",
             setting=f"n-gram {drafts}" if drafts else "off",
             drafts=drafts,
@@ -144,12 +144,12 @@ def test_drafts_are_chosen_by_the_number_of_users_and_left_away_where_they_lose(
     config = kept.settings["n-gram by batch"]["speculative_config"]
     assert VllmConfig(speculative_config=config).speculative_config is not None
     losing = [one.model_copy(update={"tokens_per_s": 50.0}) if one.drafts else one for one in found]
-    own = Levers({"vllm": (*LEVERS.by_engine["two"], lever)}, {"vllm": {}})
+    own = SearchSpace({"vllm": (*LEVERS.by_engine["two"], lever)}, {"vllm": {}})
     assert len(own.with_lever("vllm", worthwhile(lever, losing)).by_engine["vllm"]) == 2
 
 
 def test_rounds_are_taken_in_turns() -> None:
-    assert list(contest.turns("AB", 2)) == [(0, "A"), (0, "B"), (1, "B"), (1, "A")]
+    assert list(paired_comparison.turns("AB", 2)) == [(0, "A"), (0, "B"), (1, "B"), (1, "A")]
 
 
 @pytest.mark.parametrize(("contenders", "rounds"), [(2, 4), (3, 3), (5, 3)])
@@ -161,7 +161,7 @@ def test_a_tie_is_called_a_tie(contenders: int, rounds: int) -> None:
             name: [math.exp(drift[number] + rng.gauss(0, 0.08)) for number in range(rounds)]
             for name in "ABCDE"[:contenders]
         }
-        found = contest.ratio(knees, "A", "B")
+        found = paired_comparison.ratio(knees, "A", "B")
         claimed += found.low > 1 or found.high < 1
     assert 0.03 <= claimed / runs <= 0.065
 
@@ -174,9 +174,9 @@ def test_the_two_foremost_share_the_rounds_that_are_left_and_a_tie_is_still_a_ti
         best, rival = _foremost(knees, finalists, defaults)
         for one in (best, rival):
             knees[one.name] += [math.exp(rng.gauss(0, 0.2)) for _ in range(3)]
-        claimed += contest.ratio(knees, best.name, rival.name, level=0.975).low > 1
+        claimed += paired_comparison.ratio(knees, best.name, rival.name, level=0.975).low > 1
     assert claimed / runs <= 0.05
-    assert contest.ratio({"A": [4.0, 4.2, 9.0], "B": [2.0, 2.1]}, "A", "B").value == pytest.approx(2)
+    assert paired_comparison.ratio({"A": [4.0, 4.2, 9.0], "B": [2.0, 2.1]}, "A", "B").value == pytest.approx(2)
 
 
 def test_who_is_best_of_the_finalists_and_of_the_defaults_may_be_one() -> None:
@@ -194,14 +194,14 @@ def test_who_is_best_of_the_finalists_and_of_the_defaults_may_be_one() -> None:
     [("too slow", "two as it comes keeps the SLO at no rate"), ("failed", "two as it comes was not measured: it hung")],
 )
 def test_what_failed_is_not_called_slow(outcome: Outcome, said: str, tmp_path: Path) -> None:
-    rig = rig_of(replace(ORDER, engines=("fake",)), tmp_path)
+    rig = runner_of(replace(ORDER, engines=("fake",)), tmp_path)
     rig.levers = LEVERS
     trial = Trial(number=1, settings=LEVERS.defaults("two"), outcome=outcome, reason="it hung")
     assert absent(contender(rig, trial)) == said
 
 
 async def test_what_fails_in_a_contest_is_not_called_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = rig_of(replace(ORDER, engines=("fake",)), tmp_path)
+    rig = runner_of(replace(ORDER, engines=("fake",)), tmp_path)
     starts = []
 
     def launch(*_: object, **__: object) -> None:
@@ -210,15 +210,15 @@ async def test_what_fails_in_a_contest_is_not_called_slow(tmp_path: Path, monkey
 
     monkeypatch.setattr(local, "launch", launch)
     pair = [Contender(name, rig.levers.defaults("fake"), 1.0) for name in "AB"]
-    assert await finals.contest_of(rig, "finals", pair, 3) == {}
-    assert [absent(one) for one in finals._failed(rig, "finals", pair)] == [
+    assert await validation.contest_of(rig, "finals", pair, 3) == {}
+    assert [absent(one) for one in validation._failed(rig, "finals", pair)] == [
         "A was not measured: it died",
         "B was not measured: it died",
     ]
     assert len(starts) == 4, "each is started twice and then left alone"
-    failed, _ = finals._failed(rig, "finals", pair)
-    assert finals._against({}, "B", failed).why == "it died"
-    assert not finals._against({"A": [1.0], "B": [2.0]}, "B", failed).why, "it was measured before it failed"
+    failed, _ = validation._failed(rig, "finals", pair)
+    assert validation._against({}, "B", failed).why == "it died"
+    assert not validation._against({"A": [1.0], "B": [2.0]}, "B", failed).why, "it was measured before it failed"
 
 
 @pytest.mark.parametrize(
@@ -227,13 +227,13 @@ async def test_what_fails_in_a_contest_is_not_called_slow(tmp_path: Path, monkey
 async def test_levers_wait_for_the_promise_and_for_time_that_the_finals_left(
     took_s: float, phases: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = rig_of(replace(ORDER, engines=("fake",)), tmp_path)
+    rig = runner_of(replace(ORDER, engines=("fake",)), tmp_path)
     rig.levers = LEVERS
     best = {"engine": "two", "weights": "int8", "batch": "128"}
     trial = Trial(number=1, settings=best, outcome="kept", knee_per_s=1.0, value=1.0, seconds=10.0)
     met: list[str] = []
 
-    async def contest_of(_: object, phase: str, contenders: list[Contender], rounds: int) -> contest.Knees:
+    async def contest_of(_: object, phase: str, contenders: list[Contender], rounds: int) -> paired_comparison.Knees:
         met.append(phase)
         for number in range(rounds):
             Journal(tmp_path / f"{phase}.jsonl").add({"round": number, "name": "", "seconds": took_s})
@@ -245,20 +245,20 @@ async def test_levers_wait_for_the_promise_and_for_time_that_the_finals_left(
     async def objection(_: Settings) -> None:
         return None
 
-    monkeypatch.setattr(finals, "contest_of", contest_of)
-    monkeypatch.setattr(finals, "_promise", promise)
+    monkeypatch.setattr(validation, "contest_of", contest_of)
+    monkeypatch.setattr(validation, "_promise", promise)
     monkeypatch.setattr(rig, "objection", objection)
     monkeypatch.setattr(recipe, "written", lambda *_, waterfall, **__: waterfall)
     study = Study(model=ORDER.model, workload=ORDER.workload, slo=ORDER.slo, trials=(trial,))
-    shown = await finals.prove(rig, study, budget_s=200.0)
+    shown = await validation.prove(rig, study, budget_s=200.0)
     assert met == phases
     assert bool(shown) == ("levers" in phases)
 
 
 def test_a_difference_beyond_the_noise_is_told() -> None:
-    found = contest.ratio({"A": [3.0, 3.3, 2.8, 3.1], "B": [2.0, 2.1, 1.95, 2.0]}, "A", "B")
+    found = paired_comparison.ratio({"A": [3.0, 3.3, 2.8, 3.1], "B": [2.0, 2.1, 1.95, 2.0]}, "A", "B")
     assert found.low > 1 and found.low < 1.5 < found.high
-    assert contest.ratio({"A": [2.0], "B": [1.0]}, "A", "B").low == 0.0
+    assert paired_comparison.ratio({"A": [2.0], "B": [1.0]}, "A", "B").low == 0.0
 
 
 def level(rate: float, p95: float, *, achieved: float | None = None, limit: float = 1.0) -> Level:
@@ -273,7 +273,7 @@ def level(rate: float, p95: float, *, achieved: float | None = None, limit: floa
         requests=100,
         failed=0,
         achieved_per_s=achieved or rate,
-        promises=(Promise(metric="ttft", percentile="p95", limit_s=limit, value_s=p95, share=share, verdict="kept"),),
+        promises=(SLOCheck(metric="ttft", percentile="p95", limit_s=limit, value_s=p95, share=share, verdict="kept"),),
         prompt_tokens_per_s=1,
         output_tokens_per_s=1,
         tokens_per_chunk=1,
@@ -285,32 +285,34 @@ def level(rate: float, p95: float, *, achieved: float | None = None, limit: floa
 
 
 def test_the_knee_lies_where_the_bound_is_met() -> None:
-    found = knee([level(2.0, 0.5), level(2.6, 2.0)])
+    found = max_rate([level(2.0, 0.5), level(2.6, 2.0)])
     assert found == pytest.approx(math.sqrt(2.0 * 2.6), rel=1e-6)  # half and twice the bound: half way, in logarithms
-    assert knee([level(2.0, 0.5)]) == 2.0
-    assert knee([level(2.0, 1.5)]) is None
-    assert 2.0 < (knee([level(2.0, 0.99), level(2.6, 4.0)]) or 0.0) < 2.05
+    assert max_rate([level(2.0, 0.5)]) == 2.0
+    assert max_rate([level(2.0, 1.5)]) is None
+    assert 2.0 < (max_rate([level(2.0, 0.99), level(2.6, 4.0)]) or 0.0) < 2.05
 
 
 def test_users_who_wait_show_the_knee_by_what_they_are_answered() -> None:
     users = {"rate_per_s": None, "users": 32}
-    assert knee([level(0.0, 0.5, achieved=1.7).model_copy(update=users)]) == 1.7
-    assert knee([level(0.0, 1.5, achieved=1.7).model_copy(update=users)]) is None
+    assert max_rate([level(0.0, 0.5, achieved=1.7).model_copy(update=users)]) == 1.7
+    assert max_rate([level(0.0, 1.5, achieved=1.7).model_copy(update=users)]) is None
     alone = level(0.0, 0.5, achieved=0.2).model_copy(update={"rate_per_s": None, "users": 1})
-    assert knee([level(4.0, 1.5), alone]) is None, "who was asked one at a time shows no rate"
-    assert knee([level(4.0, 1.5), alone, level(2.0, 0.5)]) == pytest.approx(knee([level(4.0, 1.5), level(2.0, 0.5)]))
+    assert max_rate([level(4.0, 1.5), alone]) is None, "who was asked one at a time shows no rate"
+    assert max_rate([level(4.0, 1.5), alone, level(2.0, 0.5)]) == pytest.approx(
+        max_rate([level(4.0, 1.5), level(2.0, 0.5)])
+    )
 
 
 def test_unsteady_users_say_nothing_and_an_unsteady_rate_is_too_high() -> None:
     unsteady = (Verdict(guard="steady state", valid=False, sentence="not steady"),)
     rate = level(2.0, 0.5).model_copy(update={"verdicts": unsteady})
-    assert not troubled(rate) and troubled(rate.model_copy(update={"rate_per_s": None, "users": 32}))
+    assert not inconclusive(rate) and inconclusive(rate.model_copy(update={"rate_per_s": None, "users": 32}))
 
 
 @pytest.mark.parametrize(("answered_per_s", "asked"), [(1.7, [64]), (38.0, [64, 380])])
 def test_users_who_wait_are_watched_long_enough(answered_per_s: float, asked: list[int]) -> None:
     workload = traffic(process="closed", users=32)
-    steps = crowd(workload, SLO.model_validate({"e2e": {"p90": "1s"}}), Amount(least=50))
+    steps = closed_loop(workload, SLO.model_validate({"e2e": {"p90": "1s"}}), Amount(least=50))
     found: list[int] = []
     plan, _ = next(steps)
     with contextlib.suppress(StopIteration):
@@ -326,8 +328,8 @@ def test_a_promised_rate_is_proven_by_users_who_are_answered_at_it() -> None:
     assert workload.carrying(2.0) == workload
     assert traffic(process="poisson", rate_per_s=1).carrying(2.0).rate_per_s == 2.0
     users = level(0.0, 0.5, achieved=2.0).model_copy(update={"rate_per_s": None, "users": 32})
-    assert carries(users, 1.9) and not carries(users, 2.1)
-    assert carries(level(2.0, 0.5, achieved=1.9), 2.0)  # of a rate that was offered the guards say whether it held
+    assert sustains(users, 1.9) and not sustains(users, 2.1)
+    assert sustains(level(2.0, 0.5, achieved=1.9), 2.0)  # of a rate that was offered the guards say whether it held
 
 
 def test_a_rough_climb_brackets_the_knee_and_gives_up_below_what_is_wanted() -> None:
@@ -369,13 +371,13 @@ def test_a_journal_forgets_a_line_that_was_being_written(tmp_path: Path) -> None
 
 
 def test_a_study_does_not_go_on_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    levers, here = Levers({"fake": ()}, {}), devices.this_host()
-    asked.note(ORDER, levers, tmp_path)
+    levers, here = SearchSpace({"fake": ()}, {}), devices.this_host()
+    resume.note(ORDER, levers, tmp_path)
     noted = (tmp_path / "asked.json").read_text()
-    asked.note(replace(ORDER, budget_s=60.0, model="elsewhere/golden"), levers, tmp_path)
+    resume.note(replace(ORDER, budget_s=60.0, model="elsewhere/golden"), levers, tmp_path)
     monkeypatch.setattr(devices, "this_host", lambda: here.model_copy(update={"cpu_name": "a slower one"}))
     with pytest.raises(InputError, match=r"holds trials with another machine$"):
-        asked.note(ORDER, levers, tmp_path)
+        resume.note(ORDER, levers, tmp_path)
     assert (tmp_path / "asked.json").read_text() == noted
 
 
@@ -426,7 +428,7 @@ def test_what_was_only_too_slow_does_not_shift_the_blame() -> None:
     """Int8 with fp8 is refused; bf16 with fp8 is slow, and nobody asked it everything: it may be fp8 that spoils."""
     weights = Lever(name="weights", settings={"bf16": {}, "int8": {}}, spoils=True)
     cache = Lever(name="cache", settings={"auto": {}, "fp8": {}}, spoils=True)
-    search = Search(Levers({"two": (weights, cache)}, {"two": {}}))
+    search = Search(SearchSpace({"two": (weights, cache)}, {"two": {}}))
 
     def tried(weights: str, cache: str, outcome: str) -> Trial:
         settings = {"engine": "two", "weights": weights, "cache": cache}
@@ -438,6 +440,6 @@ def test_what_was_only_too_slow_does_not_shift_the_blame() -> None:
 
 def test_a_noisy_third_does_not_blur_two_that_keep_their_distance() -> None:
     knees = {"a": [2.16, 3.42, 2.72], "b": [1.37, 2.11, 1.70], "c": [0.65, 0.48, 0.49]}
-    found = contest.ratio(knees, "a", "b")
+    found = paired_comparison.ratio(knees, "a", "b")
     assert 1.5 < found.low < 1.6 < found.high < 1.7
-    assert contest.ratio(knees, "a", "c").low < 4 < contest.ratio(knees, "a", "c").high
+    assert paired_comparison.ratio(knees, "a", "c").low < 4 < paired_comparison.ratio(knees, "a", "c").high

@@ -26,7 +26,7 @@ def test_dependent_samples_count_for_less() -> None:
     for _ in range(2000):
         level = 0.95 * level + rng.gauss(0, 1)
         values.append(level)
-    bounds = statistics.lump_bounds(len(values))
+    bounds = statistics.batch_bounds(len(values))
     beyond = [sum(value > 0 for value in values[begin:end]) for begin, end in bounds]
     sizes = [end - begin for begin, end in bounds]
     assert statistics.design_effect(beyond, sizes) > 5

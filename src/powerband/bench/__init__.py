@@ -18,8 +18,8 @@ import powerband
 from powerband import engines
 from powerband.bench import profiles
 from powerband.bench.level import Bench, Block, pool
-from powerband.bench.profiles import Amount, keeps, troubled
-from powerband.bench.steering import Plan, Steering
+from powerband.bench.level_controller import LevelController, Plan
+from powerband.bench.profiles import Amount, inconclusive, meets_slo
 from powerband.core.measurement import Level, Measurement
 from powerband.core.records import Records
 from powerband.core.slo import SLO
@@ -28,7 +28,7 @@ from powerband.engines.base import Engine
 from powerband.errors import InputError
 from powerband.launchers.local import Prepared
 from powerband.load import generator, prompts, tokens, wire
-from powerband.load.generator import Progress
+from powerband.load.generator import LoadProgress
 from powerband.load.wire import Target
 from powerband.runtime.replica import Replica
 
@@ -37,7 +37,7 @@ _PROBE_USERS, _PROBE_SHARE = 8, 0.7
 
 
 @dataclass(frozen=True)
-class Order:
+class BenchSpec:
     """What to measure."""
 
     workload: Workload
@@ -67,24 +67,24 @@ class Order:
 
 
 @dataclass
-class Listener:
+class Progress:
     """Who is told how it goes."""
 
-    on_progress: Callable[[Plan, Progress, Steering], None] = lambda *_: None
+    on_progress: Callable[[Plan, LoadProgress, LevelController], None] = lambda *_: None
     on_level: Callable[[Level], None] = lambda *_: None
 
 
 async def bench(
     replica: Replica,
     prepared: Prepared,
-    order: Order,
+    order: BenchSpec,
     *,
     directory: Path,
     stopping: threading.Event | None = None,
-    listener: Listener | None = None,
+    listener: Progress | None = None,
 ) -> Measurement:
     """Measure a ready replica; when stopped, what was measured so far is the answer."""
-    listener = listener or Listener()
+    listener = listener or Progress()
     server = await _server(replica)
     headers = tuple(replica.request_headers.items())
     own = Bench(
@@ -135,9 +135,9 @@ async def _server(replica: Replica) -> Engine[Any]:
     return engines.get("llamacpp") if llamacpp else replica.engine
 
 
-async def _steps(own: Bench, order: Order) -> profiles.Steps:
+async def _steps(own: Bench, order: BenchSpec) -> profiles.Steps:
     if order.slo and prompts.users(order.workload) and (order.rough or order.hopeless):
-        return profiles.crowd(order.workload, order.slo, order.amount)
+        return profiles.closed_loop(order.workload, order.slo, order.amount)
     if order.profile == "climb":
         assert order.slo is not None
         start = order.start_per_s or await _first_guess(own, order.workload)
@@ -163,7 +163,7 @@ async def _first_guess(own: Bench, workload: Workload) -> float:
     probe = workload.with_users(_PROBE_USERS).with_seed(workload.seed + 2**31)
     traffic = prompts.prepare(probe, 4 * _PROBE_USERS, vocabulary=own.vocabulary, base=own.base)
 
-    def enough(_: Progress, records: Records) -> bool:
+    def enough(_: LoadProgress, records: Records) -> bool:
         return own.stopping.is_set() or len(records) >= 2 * _PROBE_USERS
 
     run = await asyncio.to_thread(generator.drive, own.target, traffic, until=enough)
@@ -177,9 +177,9 @@ def _best(levels: Sequence[Level]) -> int | None:
     """
     rates = any(level.rate_per_s for level in levels)  # who was asked one at a time beside them shows no rate
     last = {level.load: number for number, level in enumerate(levels) if level.rate_per_s or not rates}
-    broken = [_load(one) for one in map(levels.__getitem__, last.values()) if not (keeps(one) or troubled(one))]
+    broken = [_load(one) for one in map(levels.__getitem__, last.values()) if not (meets_slo(one) or inconclusive(one))]
     lowest = min(broken, default=math.inf)
-    kept = [number for number in last.values() if keeps(levels[number]) and _load(levels[number]) < lowest]
+    kept = [number for number in last.values() if meets_slo(levels[number]) and _load(levels[number]) < lowest]
     return max(kept, key=lambda number: _load(levels[number]), default=None)
 
 
@@ -187,7 +187,7 @@ def _load(level: Level) -> float:
     return level.rate_per_s or level.users or 0.0
 
 
-def provenance(prepared: Prepared, order: Order, own: Bench) -> dict[str, Any]:
+def provenance(prepared: Prepared, order: BenchSpec, own: Bench) -> dict[str, Any]:
     """Return what anyone needs to know to measure the same again."""
     deployment, host = prepared.deployment, prepared.host
     return {

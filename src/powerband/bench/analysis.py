@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from powerband import metrics
 from powerband.core import counting, statistics
-from powerband.core.measurement import GRID, Distribution, Promise
+from powerband.core.measurement import GRID, Distribution, SLOCheck
 from powerband.core.records import Records
 from powerband.core.slo import SLO
 from powerband.core.statistics import Interval
@@ -41,7 +41,7 @@ class PerRequest(Sample):
     """A latency that each request has once; the values come in the order in which they were due."""
 
     def __init__(self, values: array[float]) -> None:
-        self.values, self.bounds = values, statistics.lump_bounds(len(values))
+        self.values, self.bounds = values, statistics.batch_bounds(len(values))
         sizes = [end - begin for begin, end in self.bounds]
         super().__init__(sorted(values), sizes=sizes, mean=statistics.mean_interval(values))
 
@@ -54,7 +54,7 @@ class Gaps(Sample):
 
     def __init__(self, records: Records) -> None:
         self.gaps, ends = records.gaps, records["gap_ends"]
-        bounds = [ends[end - 1] for _, end in statistics.lump_bounds(len(records))]
+        bounds = [ends[end - 1] for _, end in statistics.batch_bounds(len(records))]
         self.ends = array("q", bounds)
         sizes = [end - begin for begin, end in zip([0, *bounds[:-1]], bounds, strict=True)]
         means = array(
@@ -113,7 +113,7 @@ def distribution(sample: Sample) -> Distribution:
     )
 
 
-def promises(slo: SLO, found: dict[str, Sample], *, failed: int) -> tuple[Promise, ...]:
+def promises(slo: SLO, found: dict[str, Sample], *, failed: int) -> tuple[SLOCheck, ...]:
     """Judge each bound of the SLO; a request that failed kept none of them."""
     kept = []
     for metric in metrics.LATENCIES:
@@ -130,7 +130,7 @@ def promises(slo: SLO, found: dict[str, Sample], *, failed: int) -> tuple[Promis
             verdict = "kept" if interval.low >= p else "broken" if interval.high < p else "undecided"
             supported = statistics.supported(p, count, sample.effective(p))
             kept.append(
-                Promise(
+                SLOCheck(
                     metric=metric,
                     percentile=name,
                     limit_s=limit,

@@ -10,7 +10,7 @@ from itertools import pairwise
 from powerband import metrics
 from powerband.core import statistics
 from powerband.core.engine import Gauges, grown
-from powerband.core.measurement import Agreement, Verdict
+from powerband.core.measurement import CrossCheck, Verdict
 from powerband.core.records import Records
 from powerband.core.slo import SLO
 from powerband.core.workload import Workload
@@ -48,7 +48,7 @@ class Evidence:
     repeats: int
     known_share: float  # of the prompt tokens, by the workload's own words
     gauges: list[Gauges] = field(default_factory=list)
-    agreements: list[Agreement] = field(default_factory=list)
+    agreements: list[CrossCheck] = field(default_factory=list)
     foreign_cpu_share: float | None = None
     stolen_cpu_share: float = 0.0
     warmup_s: float = 0.0

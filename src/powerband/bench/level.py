@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from powerband import metrics
-from powerband.bench import analysis, guards, reconcile
-from powerband.bench.steering import LEAST_DRAIN_S, MOST_WARM_S, Plan, Steering
-from powerband.bench.watching import Watch, calm
+from powerband.bench import analysis, crosscheck, guards
+from powerband.bench.level_controller import LEAST_DRAIN_S, MOST_WARM_S, LevelController, Plan
+from powerband.bench.monitor import Monitor, wait_until_idle
 from powerband.core import statistics
-from powerband.core.measurement import Agreement, Level, Timeline, Verdict
+from powerband.core.measurement import CrossCheck, Level, Timeline, Verdict
 from powerband.core.records import OUTCOMES, Records
 from powerband.core.slo import SLO
 from powerband.core.statistics import Interval
 from powerband.load import generator, prompts
-from powerband.load.generator import Progress, Run
+from powerband.load.generator import LoadProgress, Run
 from powerband.load.tokens import Vocabulary
 from powerband.load.wire import Target
 from powerband.runtime.replica import Replica
@@ -43,7 +43,7 @@ class Bench:
     senders: int = 1
     price_per_h: float | None = None
     stopping: threading.Event = field(default_factory=threading.Event)
-    on_progress: Callable[[Plan, Progress, Steering], None] = lambda *_: None
+    on_progress: Callable[[Plan, LoadProgress, LevelController], None] = lambda *_: None
     levels: int = 0
 
     async def measure(self, plan: Plan) -> Block:
@@ -57,14 +57,14 @@ class Bench:
         traffic = await asyncio.to_thread(
             prompts.prepare, plan.workload, count, vocabulary=self.vocabulary, base=self.base
         )
-        steering = Steering(plan, traffic, slo=self.slo, stopping=self.stopping)
-        await calm(self.replica)
+        steering = LevelController(plan, traffic, slo=self.slo, stopping=self.stopping)
+        await wait_until_idle(self.replica)
 
-        def until(progress: Progress, records: Records) -> bool:
+        def until(progress: LoadProgress, records: Records) -> bool:
             self.on_progress(plan, progress, steering)
             return steering(progress, records)
 
-        async with Watch(self.replica) as watch:
+        async with Monitor(self.replica) as watch:
             death = asyncio.create_task(self._die_with_engine(steering))
             run = await asyncio.to_thread(
                 generator.drive, self.target, traffic, limit=self.limit, senders=self.senders, until=until
@@ -75,7 +75,7 @@ class Bench:
         await asyncio.to_thread(record_files.write, self.directory / name, run.records)
         return observe(self, plan, traffic, run, steering, watch, records_name=name)
 
-    async def _die_with_engine(self, steering: Steering) -> None:
+    async def _die_with_engine(self, steering: LevelController) -> None:
         process = self.replica.process
         if process is not None:
             await process.ended.wait()
@@ -95,7 +95,7 @@ class Block:
     window_s: float
     client: dict[str, float]
     engine: dict[str, float]
-    agreements: tuple[Agreement, ...]
+    agreements: tuple[CrossCheck, ...]
     timeline: Timeline
     verdicts: tuple[Verdict, ...]
     early: str | None
@@ -103,7 +103,14 @@ class Block:
 
 
 def observe(
-    bench: Bench, plan: Plan, traffic: prompts.Traffic, run: Run, steering: Steering, watch: Watch, *, records_name: str
+    bench: Bench,
+    plan: Plan,
+    traffic: prompts.Traffic,
+    run: Run,
+    steering: LevelController,
+    watch: Monitor,
+    *,
+    records_name: str,
 ) -> Block:
     """Pick the window out of what happened, reconcile it with the engine, judge it."""
     begin_s = steering.warm_s or 0.0
@@ -127,7 +134,7 @@ def observe(
     in_flight = _mean_in_flight(records, begin, end)
     places = watch.between(run.started_ns + begin, run.started_ns + end)
     foreign, stolen = watch.foreign_share(places)
-    agreements = reconcile.agreements(records, watch, places, run.started_ns, at_end=bench.counts_at_end)
+    agreements = crosscheck.agreements(records, watch, places, run.started_ns, at_end=bench.counts_at_end)
     evidence = guards.Evidence(
         workload=plan.workload,
         slo=bench.slo,
@@ -143,7 +150,7 @@ def observe(
         capped=bench.limit > 0,
         client_cpu_share=run.client_cpu_s / max(run.elapsed_s, 1e-9),
         repeats=_repeats(traffic, len(records)),
-        known_share=reconcile.known_share(traffic, measured),
+        known_share=crosscheck.known_share(traffic, measured),
         gauges=watch.gauges,
         agreements=agreements,
         foreign_cpu_share=foreign,
@@ -167,7 +174,7 @@ def observe(
             "mean_in_flight": in_flight,
             **({"foreign_cpu_share": foreign} if foreign is not None else {}),
         },
-        engine=reconcile.engine_figures(watch, places, traffic),
+        engine=crosscheck.engine_figures(watch, places, traffic),
         agreements=tuple(agreements),
         timeline=_timeline(steering, watch, run.started_ns),
         verdicts=tuple(guards.judge(evidence)),
@@ -176,7 +183,7 @@ def observe(
     )
 
 
-def _session_s(steering: Steering, run: Run) -> float:
+def _session_s(steering: LevelController, run: Run) -> float:
     if not steering.in_sessions:
         return 0.0
     return statistics.quantile(sorted(steering.sessions_s or [run.elapsed_s]), 0.5)
@@ -249,7 +256,7 @@ def _mean_in_flight(records: Records, begin: int, end: int) -> float:
     return sum(max(0, min(late, end) - max(early, begin)) for early, late in rows) / max(1, end - begin)
 
 
-def _timeline(steering: Steering, watch: Watch, started_ns: int) -> Timeline:
+def _timeline(steering: LevelController, watch: Monitor, started_ns: int) -> Timeline:
     """Return the client's requests in flight at the moments of the engine's readings, thinned."""
     step = max(1, len(watch.at_ns) // _MOST_POINTS)
     places = range(0, len(watch.at_ns), step)

@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
 from powerband.bench import guards
-from powerband.bench.steering import Plan
+from powerband.bench.level_controller import Plan
 from powerband.core import statistics
 from powerband.core.measurement import GRID, Level
 from powerband.core.slo import SLO
@@ -112,16 +112,16 @@ def climb(
     while number < _LARGEST_STEPS and breaks > holds * close and breaks > least_per_s:
         for _ in range(_TRIES):
             level = yield plan(rate), False
-            if not troubled(level):
+            if not inconclusive(level):
                 break
-        if keeps(level):
+        if meets_slo(level):
             holds = rate
         else:
             breaks = rate
             if rate == start_per_s and rate > least_per_s:
                 alone = replace(amount, requests=_ALONE, window_s=None)
                 level = yield alone.plan(workload.with_users(1), slo, block=_LARGEST_STEPS * 2, hopeless=True), False
-                if level.stopped_early and not troubled(level):
+                if level.stopped_early and not inconclusive(level):
                     return
         if holds and not math.isinf(breaks):
             rate = math.sqrt(holds * breaks)
@@ -131,37 +131,37 @@ def climb(
     while holds and not rough and number < 2 * _LARGEST_STEPS:
         for block in range(blocks):
             level = yield plan(holds, longer=2), block > 0
-        if keeps(level):
+        if meets_slo(level):
             return
-        if not troubled(level):
+        if not inconclusive(level):
             holds /= _CLOSE
 
 
-def crowd(workload: Workload, slo: SLO, amount: Amount) -> Steps:
+def closed_loop(workload: Workload, slo: SLO, amount: Amount) -> Steps:
     """Let the workload's own users ask, who wait for their answers: no load is higher than what they are answered."""
     requests = max(amount.least or enough(slo), _EACH * prompts.users(workload))
     for block in range(_TRIES):
         level = yield replace(amount, requests=requests).plan(workload, slo, block=block, hopeless=True), False
         longer = math.ceil(level.achieved_per_s * _LEAST_WINDOW_S)
-        if not troubled(level) and longer <= requests * _CLOSE:
+        if not inconclusive(level) and longer <= requests * _CLOSE:
             return
         requests = max(requests, longer)
 
 
-def knee(levels: Sequence[Level]) -> float | None:
+def max_rate(levels: Sequence[Level]) -> float | None:
     """Return where the SLO just holds, between the highest load that keeps it and the lowest that breaks it.
 
     How far the two are from the bounds says where between them. A load that is answered more slowly than it comes, and
     yet within the bounds, says what is answered; so do users who wait for their answers. None where no load keeps it.
     """
     if all(one.users for one in levels):
-        answered = [one.achieved_per_s for one in levels if keeps(one)]
+        answered = [one.achieved_per_s for one in levels if meets_slo(one)]
         return answered[-1] if answered else None
-    broken = [one for one in levels if one.rate_per_s and not (keeps(one) or troubled(one))]
+    broken = [one for one in levels if one.rate_per_s and not (meets_slo(one) or inconclusive(one))]
     beyond = min(broken, key=lambda one: one.rate_per_s or 0.0, default=None)
     most = (beyond.rate_per_s or 0.0) if beyond else math.inf
     within = max(
-        (one for one in levels if keeps(one) and (one.rate_per_s or 0.0) < most),
+        (one for one in levels if meets_slo(one) and (one.rate_per_s or 0.0) < most),
         key=lambda one: one.rate_per_s or 0.0,
         default=None,
     )
@@ -188,7 +188,7 @@ def _beyond(level: Level) -> float:
     return min(max(found), _FAR)
 
 
-def troubled(level: Level) -> bool:
+def inconclusive(level: Level) -> bool:
     """Tell whether a level says nothing about its load, because something disturbed the measuring."""
     refused = {one.guard for one in level.refused}
     if level.stopped_early:  # its window was cut short
@@ -197,11 +197,11 @@ def troubled(level: Level) -> bool:
     return bool(refused) and refused <= trouble
 
 
-def keeps(level: Level) -> bool:
+def meets_slo(level: Level) -> bool:
     """Tell whether a level held and may be believed; too much load is an answer here, not a fault."""
     return level.keeps_slo and level.valid and not level.stopped_early
 
 
-def carries(level: Level, rate_per_s: float) -> bool:
+def sustains(level: Level, rate_per_s: float) -> bool:
     """Tell whether a level proves a promised rate: users who wait are to be answered at that rate, too."""
-    return keeps(level) and (not level.users or level.achieved_per_s >= rate_per_s)
+    return meets_slo(level) and (not level.users or level.achieved_per_s >= rate_per_s)

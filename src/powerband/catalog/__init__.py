@@ -17,7 +17,7 @@ _FOLDERS = {
     "scheme": "schemes",
     "coefficients": "coefficients",
     "model": "models",
-    "rest": "rests",
+    "residual": "residuals",
     "quality": "floors",
     "task": "tasks",
 }
@@ -44,7 +44,7 @@ def text(kind: str, name: str) -> str:
             f"there is no {kind} '{name}' in the catalogue, and no such file.{did_you_mean(name, names(kind))}",
             hint=f"give a file, or one of: {', '.join(names(kind))}",
         )
-    ending = "json" if kind in ("model", "rest") else "yaml"
+    ending = "json" if kind in ("model", "residual") else "yaml"
     return (resources.files(__name__) / _FOLDERS[kind] / f"{name.replace('/', '--')}.{ending}").read_text("utf-8")
 
 

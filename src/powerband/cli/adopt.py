@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from powerband.cli.output import Json, emit, out, talk
+from powerband.cli.output import Json, emit, out, stderr
 
 
 def adopt(
@@ -18,14 +18,14 @@ def adopt(
     """Read another tool's result as a measurement: the same percentiles and intervals, ready for 'diff'."""
     from pathlib import Path
 
-    from powerband.bench import foreign
+    from powerband.bench import importers
     from powerband.reports import console
 
-    found = foreign.read(Path(file))
+    found = importers.read(Path(file))
     Path(output).write_text(found.to_json())
     if json:
         emit({"measurement": output, "tool": found.provenance["tool"], "levels": len(found.levels)})
         return
     for part in console.measurement(found):
         out().print(part)
-    talk().print(f"wrote {output}")
+    stderr().print(f"wrote {output}")

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from powerband.cli import given
-from powerband.cli.output import Json, emit, out, talk, warning
+from powerband.cli import inputs
+from powerband.cli.output import Json, emit, out, stderr, warning
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from powerband.bench import Order
-    from powerband.bench.steering import Plan, Steering
+    from powerband.bench import BenchSpec
+    from powerband.bench.level_controller import LevelController, Plan
     from powerband.core.measurement import Level, Measurement
     from powerband.launchers.local import Prepared
-    from powerband.load.generator import Progress
+    from powerband.load.generator import LoadProgress
 
 
 def bench(
@@ -59,7 +59,7 @@ def bench(
     import asyncio
     from typing import get_args
 
-    from powerband.bench import Order, Profile
+    from powerband.bench import BenchSpec, Profile
     from powerband.bench.profiles import Amount
     from powerband.errors import InputError, did_you_mean
     from powerband.launchers import local
@@ -72,14 +72,14 @@ def bench(
         raise InputError(
             f"there is no profile '{profile}'.{did_you_mean(profile, get_args(Profile))}", hint="level, sweep or climb"
         )
-    order = Order(
-        workload=given.traffic(workload, rate=None if profile == "climb" else rate, users=users),
-        slo=given.promise(slo) if slo else None,
+    order = BenchSpec(
+        workload=inputs.traffic(workload, rate=None if profile == "climb" else rate, users=users),
+        slo=inputs.promise(slo) if slo else None,
         profile=profile,  # type: ignore[arg-type]
-        rates=given.numbers("--rates", rates) if rates else (),
+        rates=inputs.numbers("--rates", rates) if rates else (),
         start_per_s=rate,
-        amount=Amount(window_s=given.seconds(duration) if duration else None, requests=requests, seed=seed),
-        base=given.base(workload),
+        amount=Amount(window_s=inputs.seconds(duration) if duration else None, requests=requests, seed=seed),
+        base=inputs.base(workload),
         blocks=blocks,
         limit=max_in_flight,
         senders=senders,
@@ -87,20 +87,20 @@ def bench(
         tokenizer=tokenizer,
         command="powerband " + shlex.join(sys.argv[1:]),
     )
-    deployment = given.deployment(what, engine=engine, settings=set_ or [], host=None, port=None)
+    deployment = inputs.deployment(what, engine=engine, settings=set_ or [], host=None, port=None)
     prepared = local.prepare(deployment, engine_path=engine_path)
     for problem in prepared.problems:
-        talk().print(warning(problem.sentence, problem.hint))
-    directory = given.folder(output) if output else runs.new_run(f"bench-{deployment.served_name}")
+        stderr().print(warning(problem.sentence, problem.hint))
+    directory = inputs.folder(output) if output else runs.new_run(f"bench-{deployment.served_name}")
     found = asyncio.run(
-        _measure(prepared, order, directory=directory, ready_timeout_s=given.seconds(ready_timeout), json=json)
+        _measure(prepared, order, directory=directory, ready_timeout_s=inputs.seconds(ready_timeout), json=json)
     )
     found = expect.beside(found, deployment, model=prepared.model, host=prepared.host, base=order.base)
     _leave(found, directory, force=force, json=json)
 
 
 async def _measure(
-    prepared: Prepared, order: Order, *, directory: Path, ready_timeout_s: float, json: bool
+    prepared: Prepared, order: BenchSpec, *, directory: Path, ready_timeout_s: float, json: bool
 ) -> Measurement:
     """Start the server, measure it, stop it; the first Ctrl-C ends the measuring and keeps what there is."""
     import asyncio
@@ -125,13 +125,13 @@ async def _measure(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
     try:
-        with given.start_progress(json) as on_change:
+        with inputs.start_progress(json) as on_change:
             async with local.launch(
                 prepared, directory=directory, ready_timeout_s=ready_timeout_s, on_change=on_change
             ) as replica:
                 measuring = True
                 with _Shown(json) as shown:
-                    listener = stage.Listener(shown.progress, shown.level)
+                    listener = stage.Progress(shown.progress, shown.level)
                     return await stage.bench(
                         replica, prepared, order, directory=directory, stopping=stopping, listener=listener
                     )
@@ -143,7 +143,7 @@ class _Shown:
     """Show how far it is: a live line on a terminal, a line a level elsewhere, nothing beside JSON."""
 
     def __init__(self, json: bool) -> None:
-        self.console, self.json = talk(), json
+        self.console, self.json = stderr(), json
         self.status = self.console.status("preparing") if self.console.is_terminal and not json else None
 
     def __enter__(self) -> _Shown:
@@ -155,7 +155,7 @@ class _Shown:
         if self.status:
             self.status.stop()
 
-    def progress(self, plan: Plan, progress: Progress, steering: Steering) -> None:
+    def progress(self, plan: Plan, progress: LoadProgress, steering: LevelController) -> None:
         if not self.status:
             return
         now = progress.elapsed_s
@@ -194,7 +194,7 @@ def _leave(found: Measurement, directory: Path, *, force: bool, json: bool) -> N
         for part in console.measurement(found, force=force):
             out().print(part)
     if not json:
-        talk().print(f"report: {directory / 'report.html'}\n  data: {directory / 'measurement.json'}")
+        stderr().print(f"report: {directory / 'report.html'}\n  data: {directory / 'measurement.json'}")
     if found.interrupted:
         raise SystemExit(130)
     if not answers:

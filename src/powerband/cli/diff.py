@@ -59,9 +59,9 @@ def _measurements(one: Measurement, other: Measurement, *, force: bool, json: bo
 
 def _recipes(one: Recipe, other: Recipe, *, json: bool) -> None:
     """What stands in one and not in the other, by its path."""
-    from powerband.reports import tuned
+    from powerband.reports import study
 
-    found = tuned.differences(one, other)
+    found = study.differences(one, other)
     if json:
         emit({"different": bool(found), "differences": {path: list(pair) for path, pair in found.items()}})
         return

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from powerband.cli.output import Json, emit, out, talk
+from powerband.cli.output import Json, emit, out, stderr
 
 if TYPE_CHECKING:
     from powerband.core.engine import Installation
@@ -29,14 +29,14 @@ def install(
     import time
 
     from powerband import engines
-    from powerband.runtime import devices, environment
+    from powerband.runtime import devices, installations
 
-    began, console = time.monotonic(), talk()
+    began, console = time.monotonic(), stderr()
 
     def progress(title: str, number: int, total: int) -> None:
         console.print(f"[dim]{time.monotonic() - began:6.1f} s[/]  {number + 1}/{total}  {title}")
 
-    work = environment.install(
+    work = installations.install(
         engines.get(name), host=devices.this_host(), version=version, pip_args=tuple(pip_arg or ()), progress=progress
     )
     installation, worked = asyncio.run(work)
@@ -51,9 +51,9 @@ def install(
 def list_(*, json: Json = False) -> None:
     """List the engines on this machine: ours, and those on PATH."""
     from powerband import engines
-    from powerband.runtime import environment
+    from powerband.runtime import installations
 
-    found = [one for name in engines.names() for one in environment.found_here(name)]
+    found = [one for name in engines.names() for one in installations.found_here(name)]
     if json:
         emit([_data(one) for one in found])
         return
@@ -70,9 +70,9 @@ def list_(*, json: Json = False) -> None:
 @app.command("remove")
 def remove(name: Name, *, version: Version = None, json: Json = False) -> None:
     """Remove an engine that Powerband installed."""
-    from powerband.runtime import environment
+    from powerband.runtime import installations
 
-    removed = environment.remove(name, version=version)
+    removed = installations.remove(name, version=version)
     if json:
         emit([_data(one) for one in removed])
         return

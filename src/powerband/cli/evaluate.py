@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from powerband.cli import given
-from powerband.cli.output import Json, emit, out, talk
+from powerband.cli import inputs
+from powerband.cli.output import Json, emit, out, stderr
 
 
 def evaluate(
@@ -46,15 +46,15 @@ def evaluate(
     from powerband.errors import InvalidMeasurement, PromiseBroken
     from powerband.evaluate.probes import probes
     from powerband.launchers import local
-    from powerband.reports import judged
+    from powerband.reports import evaluation
     from powerband.store import runs
 
     prepared = []
     for what, name, settings in ((reference, None, []), (candidate, engine, set_ or [])):
-        deployment = given.deployment(what, engine=name, settings=settings, host=None, port=None)
+        deployment = inputs.deployment(what, engine=name, settings=settings, host=None, port=None)
         prepared.append(local.prepare(deployment))
-    wanted = given.floor(floor)
-    exams = given.exams(
+    wanted = inputs.floor(floor)
+    exams = inputs.exams(
         task or [],
         wanted,
         source=prepared[0].deployment.variant.source,
@@ -63,9 +63,9 @@ def evaluate(
         run_code=run_code,
     )
     own = _requests(workload, prepared[0].deployment.variant.source) if workload else []
-    order = stage.Order(floor=wanted, probes=probes(own, samples=samples), tasks=exams, whole=whole, again=again)
-    folder = given.folder(output) if output else runs.new_run(f"evaluate-{prepared[1].deployment.served_name}")
-    console = talk()
+    order = stage.EvaluateSpec(floor=wanted, probes=probes(own, samples=samples), tasks=exams, whole=whole, again=again)
+    folder = inputs.folder(output) if output else runs.new_run(f"evaluate-{prepared[1].deployment.served_name}")
+    console = stderr()
 
     def progress(said: str) -> None:
         if not json:
@@ -74,11 +74,11 @@ def evaluate(
     found = asyncio.run(stage.evaluate(prepared[0], prepared[1], order, progress=progress))
     page, data = Path(folder) / "evaluation.html", Path(folder) / "evaluation.json"
     data.write_text(found.to_json())
-    page.write_text(judged.page(found))
+    page.write_text(evaluation.page(found))
     if json:
         emit(found.to_data())
     else:
-        for part in judged.tables(found):
+        for part in evaluation.tables(found):
             out().print(part)
         console.print(f"report: {page}\n  data: {data}")
     if found.verdict == "fail":
@@ -92,6 +92,6 @@ def _requests(workload: str, source: str) -> list[str]:
 
     from powerband.load import prompts, tokens
 
-    document = given.traffic(workload, rate=None, users=None)
-    traffic = prompts.prepare(document, 48, vocabulary=tokens.vocabulary(source), base=given.base(workload))
+    document = inputs.traffic(workload, rate=None, users=None)
+    traffic = prompts.prepare(document, 48, vocabulary=tokens.vocabulary(source), base=inputs.base(workload))
     return traffic.texts()

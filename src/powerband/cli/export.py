@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from powerband.cli import given
-from powerband.cli.output import Json, emit, talk
+from powerband.cli import inputs
+from powerband.cli.output import Json, emit, stderr
 
 
 def export(
@@ -39,7 +39,7 @@ def export(
             raise InputError(f"{to} makes {', '.join(files)}", hint="give a folder with --output")
         print(next(iter(files.values())), end="")
         return
-    folder = given.folder(output)
+    folder = inputs.folder(output)
     for name, text in files.items():
         (folder / name).write_text(text)
-        talk().print(f"wrote {folder / name}")
+        stderr().print(f"wrote {folder / name}")

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from powerband.cli import given
-from powerband.cli.output import Json, emit, out, talk
+from powerband.cli import inputs
+from powerband.cli.output import Json, emit, out, stderr
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from powerband.core.recipe import Recipe
-    from powerband.evaluate.exams import Exam
+    from powerband.evaluate.tasks import Task
     from powerband.observe import Exams, Observation
-    from powerband.observe.auto import Terms
+    from powerband.observe.retune import RetunePolicy
     from powerband.rollout import Verdict
 
 
@@ -44,16 +44,16 @@ def observe(
     from pathlib import Path
 
     from powerband.errors import PromiseBroken
-    from powerband.observe.auto import Terms
+    from powerband.observe.retune import RetunePolicy
 
     folder = Path(fleet)
 
-    def exams(recipe: Recipe) -> dict[str, Exam]:
-        return given.exams(task or [], recipe.promise.quality, source=recipe.model, most=200)
+    def exams(recipe: Recipe) -> dict[str, Task]:
+        return inputs.exams(task or [], recipe.promise.quality, source=recipe.model, most=200)
 
     if auto:
-        terms = Terms(given.seconds(budget), idle_s=given.seconds(idle), requests=requests)
-        _watch(folder, model, terms, exams, every_s=given.seconds(every), json=json)
+        terms = RetunePolicy(inputs.seconds(budget), idle_s=inputs.seconds(idle), requests=requests)
+        _watch(folder, model, terms, exams, every_s=inputs.seconds(every), json=json)
         return
     found = _look(folder, model, probe=exams if probe else None, json=json)
     if json:
@@ -73,11 +73,11 @@ def _look(folder: Path, model: str | None, *, probe: Exams | None = None, json: 
 
     from powerband import observe as stage
 
-    return asyncio.run(stage.look(folder, model, probe=probe, say=_sayer(json=json)))
+    return asyncio.run(stage.observe_once(folder, model, probe=probe, say=_sayer(json=json)))
 
 
 def _sayer(*, json: bool) -> Callable[[str], None]:
-    console = talk()
+    console = stderr()
 
     def say(said: str) -> None:
         if not json:
@@ -91,24 +91,24 @@ def _emit(found: Observation) -> None:
     emit({"found": found.found, "requests": found.requests, "drifted": axes, "broken": found.broken})
 
 
-def _watch(folder: Path, model: str | None, terms: Terms, exams: Exams, *, every_s: float, json: bool) -> None:
+def _watch(folder: Path, model: str | None, terms: RetunePolicy, exams: Exams, *, every_s: float, json: bool) -> None:
     """Look again and again; act where it must be, and not again before as much traffic was seen."""
     import asyncio
 
     from powerband.errors import PowerbandError
-    from powerband.observe import auto
+    from powerband.observe import retune
 
     say, seen = _sayer(json=json), 0
     while True:
         found = _look(folder, model, json=json)
-        since = auto.enough(found) if found.found != "in region" and found.requests >= 2 * seen else []
+        since = retune.enough(found) if found.found != "in region" and found.requests >= 2 * seen else []
         if json:
             _emit(found)
         say("; ".join((f"{found.found}, {found.requests} requests", *found.said())))
         if since:
             seen = found.requests
             try:
-                verdict = asyncio.run(auto.mend(folder, model, found, since, terms, exams=exams, say=say))
+                verdict = asyncio.run(retune.retune(folder, model, found, since, terms, exams=exams, say=say))
             except PowerbandError as error:
                 say(f"not mended: {error.message}")
                 if json:
@@ -139,10 +139,10 @@ def capture(
 
     from powerband import observe as stage
     from powerband.observe.capture import capture as captured
-    from powerband.serve.order import Order
+    from powerband.serve.spec import FleetSpec
 
-    part = Order.read(Path(fleet)).part(model)
-    path = captured(stage.notes(Path(fleet), part), given.folder(output), name=name)
+    part = FleetSpec.read(Path(fleet)).part(model)
+    path = captured(stage.notes(Path(fleet), part), inputs.folder(output), name=name)
     if json:
         emit({"workload": str(path)})
     else:

@@ -27,7 +27,7 @@ def out() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
-def talk() -> Console:
+def stderr() -> Console:
     """Return the console for talk."""
     from rich.console import Console
 

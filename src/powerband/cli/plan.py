@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from powerband.cli import given
-from powerband.cli.output import Json, emit, out, talk
+from powerband.cli import inputs
+from powerband.cli.output import Json, emit, out, stderr
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from powerband.core.plan import Plan
     from powerband.plan.options import Offer
-    from powerband.plan.times import Drafting
+    from powerband.plan.step_time import Drafting
 
 
 def plan(
@@ -54,35 +54,35 @@ def plan(
     from powerband import plan as stage
     from powerband.errors import PromiseBroken
     from powerband.plan import calibrate as calibration
-    from powerband.reports import planned
-    from powerband.runtime import weights
+    from powerband.reports import plan
+    from powerband.runtime import model_files
 
     if calibrate:
         _calibrate(model, engine)
     found = stage.plan(
-        stage.Order(
-            model=weights.facts(model),
-            workload=given.traffic(workload, rate=None, users=None),
-            slo=given.promise(slo),
+        stage.PlanSpec(
+            model=model_files.facts(model),
+            workload=inputs.traffic(workload, rate=None, users=None),
+            slo=inputs.promise(slo),
             offers=tuple(_offers(on or [], inventory, prices=_prices(price or []))),
             engine=engine,
             schemes=tuple(scheme or ()),
             load_per_s=load,
             drafting=_drafting(speculate),
-            base=given.base(workload),
+            base=inputs.base(workload),
             calibrated=calibration.kept(),
         )
     )
-    folder = given.folder(output) if output else None
+    folder = inputs.folder(output) if output else None
     if folder:
         _write(found, folder)
     if json:
         emit(found.to_data())
     else:
-        for part in planned.tables(found, why=why):
+        for part in plan.tables(found, why=why):
             out().print(part)
         if folder:
-            talk().print(f"report: {folder / 'plan.html'}\n  data: {folder / 'plan.json'}")
+            stderr().print(f"report: {folder / 'plan.html'}\n  data: {folder / 'plan.json'}")
     if not found.candidates:
         raise PromiseBroken("nothing that was offered keeps the SLO", hint="--why tells what would")
 
@@ -95,14 +95,14 @@ def _calibrate(model: str, engine: str | None) -> None:
     from powerband.errors import InputError
     from powerband.launchers import local
     from powerband.plan import calibrate as calibration
-    from powerband.plan import machine
-    from powerband.plan.probe import Crowd, Seen, probe
-    from powerband.plan.work import Split, Steps
+    from powerband.plan import local_device
+    from powerband.plan.probe import ConcurrentProbe, ProbeResult, probe
+    from powerband.plan.step_work import Split, Steps
     from powerband.runtime import devices
 
-    console = talk()
-    deployment = given.deployment(model, engine=engine, settings=[], host=None, port=None)
-    prepared = local.prepare(calibration.roomy(deployment, on_cpu=not devices.this_host().gpus))
+    console = stderr()
+    deployment = inputs.deployment(model, engine=engine, settings=[], host=None, port=None)
+    prepared = local.prepare(calibration.with_probe_capacity(deployment, on_cpu=not devices.this_host().gpus))
     shape = prepared.model.shape
     if shape is None:
         raise InputError(f"{model} does not tell its shape", hint="give its config.json or a GGUF file")
@@ -110,12 +110,12 @@ def _calibrate(model: str, engine: str | None) -> None:
     steps = Steps(shape, stage.scheme_of(prepared.model), Split())
     choice = prepared.engine.choice_of(prepared.deployment, model=prepared.model, host=prepared.host)
 
-    async def measure() -> tuple[list[Seen], list[Crowd]]:
-        with given.start_progress(False) as on_change:
+    async def measure() -> tuple[list[ProbeResult], list[ConcurrentProbe]]:
+        with inputs.start_progress(False) as on_change:
             async with local.launch(prepared, on_change=on_change) as replica:
                 return await probe(replica, choice, say=show)
 
-    def show(turn: int, seen: Seen) -> None:
+    def show(turn: int, seen: ProbeResult) -> None:
         one = seen.probe
         told = f"round {turn}: {one.users} at once, {one.prompt} + {one.output} tokens"
         console.print(f"{told:>40}: first token {seen.ttft_s * 1e3:.0f} ms, step {seen.step_s * 1e3:.1f} ms")
@@ -127,7 +127,7 @@ def _calibrate(model: str, engine: str | None) -> None:
         prepared.engine.name,
         seen,
         crowds,
-        name=f"{machine.NAME}-{prepared.engine.name}",
+        name=f"{local_device.NAME}-{prepared.engine.name}",
         source=f"{len(seen)} probes of {deployment.served_name} on this machine",
     )
     console.print(f"steps of traffic take {found.traffic:.2f} of that; kept: {calibration.keep(found)}")
@@ -136,7 +136,7 @@ def _calibrate(model: str, engine: str | None) -> None:
 def _drafting(text: str | None) -> Drafting:
     """Read 4:0.6."""
     from powerband.errors import InputError
-    from powerband.plan.times import NO_DRAFTS, Drafting
+    from powerband.plan.step_time import NO_DRAFTS, Drafting
 
     if text is None:
         return NO_DRAFTS
@@ -169,7 +169,7 @@ def _offers(on: list[str], inventory: str | None, *, prices: dict[str, float]) -
     from powerband import plan as stage
     from powerband.core.device import Inventory
     from powerband.errors import InputError
-    from powerband.plan import machine
+    from powerband.plan import local_device
     from powerband.plan.options import Offer
     from powerband.runtime import devices
     from powerband.store import documents
@@ -188,7 +188,7 @@ def _offers(on: list[str], inventory: str | None, *, prices: dict[str, float]) -
         wanted += [(one, int(number) if number else None, None) for one in names]
     offers = []
     for name, count, usd in wanted:
-        if name == machine.NAME:
+        if name == local_device.NAME:
             device, here = stage.this_machine(devices.this_host())
             count = count or here
         else:
@@ -200,10 +200,10 @@ def _offers(on: list[str], inventory: str | None, *, prices: dict[str, float]) -
 
 def _write(found: Plan, folder: Path) -> None:
     from powerband.core.document import HEADER
-    from powerband.reports import planned
+    from powerband.reports import plan
 
     (folder / "plan.json").write_text(found.to_json())
-    (folder / "plan.html").write_text(planned.page(found))
+    (folder / "plan.html").write_text(plan.page(found))
     if found.candidates:
         import yaml
 

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from powerband.cli import given
-from powerband.cli.output import Json, emit, out, talk, warning
+from powerband.cli import inputs
+from powerband.cli.output import Json, emit, out, stderr, warning
 
 
 def quantize(
@@ -36,12 +36,14 @@ def quantize(
     from powerband import quantize as stage
     from powerband.core.units import about_bytes
 
-    workload = given.traffic(calibrate, rate=None, users=None) if calibrate else None
-    base = given.base(calibrate) if calibrate else None
-    found, console = [], talk()
+    workload = inputs.traffic(calibrate, rate=None, users=None) if calibrate else None
+    base = inputs.base(calibrate) if calibrate else None
+    found, console = [], stderr()
     if served:
-        other = stage.Order(model, "", workload=given.traffic(served, rate=None, users=None), base=given.base(served))
-        likeness = stage.likeness(stage.Order(model, "", workload=workload, base=base, samples=samples), other)
+        other = stage.QuantizeSpec(
+            model, "", workload=inputs.traffic(served, rate=None, users=None), base=inputs.base(served)
+        )
+        likeness = stage.likeness(stage.QuantizeSpec(model, "", workload=workload, base=base, samples=samples), other)
         if likeness < stage.ALIKE:
             console.print(warning(f"the calibration text knows {likeness:.0%} of the words that it should know",
                                   "calibrate with what will be served"))  # fmt: skip
@@ -51,7 +53,7 @@ def quantize(
         def progress(title: str, number: int, total: int, *, began: float = began, name: str = name) -> None:
             console.print(f"[dim]{time.monotonic() - began:6.1f} s[/]  {name}: {number + 1}/{total}  {title}")
 
-        order = stage.Order(model, name, workload=workload, base=base, samples=samples)
+        order = stage.QuantizeSpec(model, name, workload=workload, base=base, samples=samples)
         made = asyncio.run(stage.quantize(order, progress=progress))
         found.append(made)
         calibration = made.lineage.calibration

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from powerband.cli.output import Json, emit, out, talk
+from powerband.cli.output import Json, emit, out, stderr
 
 
 def rollout(
@@ -24,10 +24,10 @@ def rollout(
     from pathlib import Path
 
     from powerband import rollout as stage
-    from powerband.cli import given
+    from powerband.cli import inputs
     from powerband.errors import PromiseBroken
 
-    console = talk()
+    console = stderr()
     verdict = asyncio.run(
         stage.rollout(
             Path(fleet),
@@ -35,7 +35,7 @@ def rollout(
             model=model,
             share=share,
             requests=requests,
-            patience_s=given.seconds(patience),
+            patience_s=inputs.seconds(patience),
             say=lambda said: None if json else console.print(said),
         )
     )

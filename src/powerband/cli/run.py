@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from powerband.cli import given
-from powerband.cli.output import Json, emit, out, talk, warning
+from powerband.cli import inputs
+from powerband.cli.output import Json, emit, out, stderr, warning
 
 if TYPE_CHECKING:
     from powerband.launchers.local import Prepared
@@ -39,8 +39,8 @@ def run(
 
     from powerband.launchers import local
 
-    deployment = given.deployment(what, engine=engine, settings=set_ or [], host=host, port=port)
-    ready_timeout_s, stop_grace_s = given.seconds(ready_timeout), given.seconds(stop_grace)
+    deployment = inputs.deployment(what, engine=engine, settings=set_ or [], host=host, port=port)
+    ready_timeout_s, stop_grace_s = inputs.seconds(ready_timeout), inputs.seconds(stop_grace)
     prepared = local.prepare(deployment, engine_path=engine_path, force=force)
     if dry_run:
         command = prepared.command(port or 8000)
@@ -51,8 +51,8 @@ def run(
             print(line)
         return
     for problem in prepared.problems:
-        talk().print(warning(problem.sentence, problem.hint))
-    directory = given.folder(run_dir) if run_dir else None
+        stderr().print(warning(problem.sentence, problem.hint))
+    directory = inputs.folder(run_dir) if run_dir else None
     asyncio.run(
         _serve(
             prepared,
@@ -90,7 +90,7 @@ async def _serve(
         loop.add_signal_handler(number, on_signal)
     replica: Replica | None = None
     try:
-        with given.start_progress(json) as on_change:
+        with inputs.start_progress(json) as on_change:
             launching = local.launch(
                 prepared,
                 directory=directory,
@@ -105,7 +105,7 @@ async def _serve(
         if json:
             emit({"event": "stopped", "log": str(replica.log_path) if replica else None})
         else:
-            talk().print("stopped" + (f"; its log: {replica.log_path}" if replica else ""))
+            stderr().print("stopped" + (f"; its log: {replica.log_path}" if replica else ""))
 
 
 def _announce(replica: Replica, prepared: Prepared, *, json: bool) -> None:
@@ -147,4 +147,4 @@ def _announce(replica: Replica, prepared: Prepared, *, json: bool) -> None:
     if line:
         console.print("[bold]command[/]")
         print(line, flush=True)
-    talk().print("[dim]Ctrl-C stops it[/]")
+    stderr().print("[dim]Ctrl-C stops it[/]")

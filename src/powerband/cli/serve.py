@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from powerband.cli import given, top
-from powerband.cli.output import Json, emit, out, talk
+from powerband.cli import inputs, top
+from powerband.cli.output import Json, emit, out, stderr
 
 if TYPE_CHECKING:
     from powerband.serve import Fleet
@@ -44,22 +44,22 @@ def serve(
     from powerband.core.fleet import Tenants
     from powerband.store import documents
 
-    parts, listed = stage.resolved(Path(what), replicas=replicas)
+    parts, listed = stage.resolve(Path(what), replicas=replicas)
     if tenants:
         documents.of(Tenants, Path(tenants))
         listed = str(Path(tenants).resolve())
-    folder = given.folder(run_dir) if run_dir else None
+    folder = inputs.folder(run_dir) if run_dir else None
     fleet = stage.fleet(
         parts,
         tenants=listed,
         host=host,
         port=port,
         folder=folder,
-        cluster=given.cluster(launcher, cluster),
+        cluster=inputs.cluster(launcher, cluster),
         capture=capture,
         capture_text=capture_text,
     )
-    asyncio.run(_serve(fleet, ready_timeout_s=given.seconds(ready_timeout), json=json))
+    asyncio.run(_serve(fleet, ready_timeout_s=inputs.seconds(ready_timeout), json=json))
 
 
 async def _serve(starting: Any, *, ready_timeout_s: float, json: bool) -> None:
@@ -88,7 +88,7 @@ async def _serve(starting: Any, *, ready_timeout_s: float, json: bool) -> None:
             await _watch(fleet, asked, json=json)
         ready.cancel()
         if not json:
-            talk().print("waiting for the answers that are being written; Ctrl-C again cuts them off")
+            stderr().print("waiting for the answers that are being written; Ctrl-C again cuts them off")
     if json:
         emit({"event": "stopped"})
 
@@ -105,7 +105,7 @@ async def _watch(fleet: Fleet, asked: Any, *, json: bool) -> None:
     import asyncio
     import contextlib
 
-    console = talk()
+    console = stderr()
     if json or not console.is_terminal:
         await asked.wait()
         return
@@ -124,11 +124,11 @@ def key(
     json: Json = False,
 ) -> None:
     """Make an API key: the key for the tenant, and the line for tenants.yaml, which holds only its hash."""
-    from powerband.serve import tenants
+    from powerband.serve.router import admission
 
-    secret, digest = tenants.new_key()
+    secret, digest = admission.new_key()
     if json:
         emit({"tenant": tenant, "key": secret, "key_sha256": digest})
         return
     print(secret)
-    talk().print(f"in tenants.yaml:  {tenant}: {{key_sha256: {digest}}}", soft_wrap=True)
+    stderr().print(f"in tenants.yaml:  {tenant}: {{key_sha256: {digest}}}", soft_wrap=True)

@@ -48,13 +48,13 @@ def show(
         print(document.to_text(), end="")
     if isinstance(document, Workload):
         from powerband.load import prompts, tokens
-        from powerband.reports import drawing
+        from powerband.reports import workload
 
         base = Path(file).parent
         count = prompts.natural_count(document, base=base)
         traffic = prompts.prepare(document, count, vocabulary=tokens.vocabulary(tokenizer), base=base)
         outputs = list(traffic.output_tokens)
-        for part in drawing.workload(
+        for part in workload.workload(
             document, list(traffic.due_s), list(traffic.prompt_tokens), outputs, traffic.prefix_share
         ):
             console.print(part)

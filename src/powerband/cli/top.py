@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from powerband.cli.output import Json, emit, talk
+from powerband.cli.output import Json, emit, stderr
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,7 +36,7 @@ def top(
     if json:
         emit(status())
         return
-    console = talk()
+    console = stderr()
     if not console.is_terminal:
         console.print(table(status()))
         return

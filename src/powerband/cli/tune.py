@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from powerband.cli import given
-from powerband.cli.output import Json, emit, out, talk
+from powerband.cli import inputs
+from powerband.cli.output import Json, emit, out, stderr
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from powerband.core.recipe import Recipe
     from powerband.core.study import Settings, Study, Trial
-    from powerband.tune import Order
-    from powerband.tune.levers import Levers
+    from powerband.tune import TuneSpec
+    from powerband.tune.search_space import SearchSpace
 
 _PROFILES = {"chat": "interactive", "batch": "batch", "hybrid": "reading-speed"}
 
@@ -59,7 +59,7 @@ def tune(
     Exit code 4: nothing that was tried keeps both.
     """
     from powerband.errors import InputError, did_you_mean
-    from powerband.tune import Order
+    from powerband.tune import TuneSpec
 
     if profile not in _PROFILES:
         raise InputError(
@@ -67,31 +67,31 @@ def tune(
         )
     if on != "this-machine":
         raise InputError(f"{on} cannot be measured from here", hint=f"run tune on it, or 'powerband plan --on {on}'")
-    folder = given.folder(output)
+    folder = inputs.folder(output)
     if not resume and (folder / "trials.jsonl").exists():
         raise InputError(f"{folder} holds a study", hint="go on with --resume, or give another --output")
-    floor = None if quality == "none" else given.floor(quality)
-    order = Order(
+    floor = None if quality == "none" else inputs.floor(quality)
+    order = TuneSpec(
         model=model,
-        workload=given.traffic(workload, rate=None, users=None),
-        slo=given.promise(slo or _PROFILES[profile]),
+        workload=inputs.traffic(workload, rate=None, users=None),
+        slo=inputs.promise(slo or _PROFILES[profile]),
         floor=floor,
-        tasks=given.exams(task or [], floor, source=model, most=200),
+        tasks=inputs.exams(task or [], floor, source=model, most=200),
         engines=tuple(engine or ()),
         schemes=tuple(scheme or ()),
-        budget_s=given.seconds(budget),
+        budget_s=inputs.seconds(budget),
         most_trials=trials,
         requests=requests,
         usd_per_h=price,
         seed=seed,
-        base=given.base(workload),
-        cluster=given.cluster(launcher, cluster),
+        base=inputs.base(workload),
+        cluster=inputs.cluster(launcher, cluster),
     )
     study, recipe = _run(order, folder, json=json)
     _leave(study, recipe, folder, json=json)
 
 
-def _run(order: Order, folder: Path, *, json: bool) -> tuple[Study, Recipe]:
+def _run(order: TuneSpec, folder: Path, *, json: bool) -> tuple[Study, Recipe]:
     """Tune; the first Ctrl-C ends it in an orderly way, and what was found stays."""
     import asyncio
     import os
@@ -115,13 +115,13 @@ def _run(order: Order, folder: Path, *, json: bool) -> tuple[Study, Recipe]:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, on_signal)
         with _View(order.budget_s, json=json) as view:
-            listener = stage.Listener(view.on_space, view.on_try, view.on_trials, view.say)
+            listener = stage.Progress(view.on_space, view.on_try, view.on_trials, view.say)
             return await stage.tune(order, folder=folder, stopping=stopping, listener=listener)
 
     try:
         return asyncio.run(run())
     except (asyncio.CancelledError, KeyboardInterrupt):
-        talk().print(f"stopped; go on with: powerband tune ... --output {folder} --resume")
+        stderr().print(f"stopped; go on with: powerband tune ... --output {folder} --resume")
         raise SystemExit(130) from None
 
 
@@ -131,7 +131,7 @@ class _View:
     def __init__(self, budget_s: float, *, json: bool) -> None:
         from rich.live import Live
 
-        self.console, self.json, self.budget_s = talk(), json, budget_s
+        self.console, self.json, self.budget_s = stderr(), json, budget_s
         self.trials: Sequence[Trial] = ()
         self.began, self.said, self.trying = time.monotonic(), "", ""
         self.live = Live(get_renderable=self._draw, console=self.console, refresh_per_second=2, transient=True)
@@ -144,7 +144,7 @@ class _View:
     def __exit__(self, *_: object) -> None:
         self.live.stop()
 
-    def on_space(self, levers: Levers) -> None:
+    def on_space(self, levers: SearchSpace) -> None:
         if not self.json:
             engines = ", ".join(levers.by_engine)
             self.console.print(f"{len(levers)} deployments are possible on {engines}")
@@ -154,10 +154,10 @@ class _View:
         self.say("prepare")
 
     def on_trials(self, trials: Sequence[Trial]) -> None:
-        from powerband.reports import tuned
+        from powerband.reports import study as study_report
 
         if len(trials) > len(self.trials) and not self.json and not self.live.is_started:
-            self.console.print(tuned.line(trials[-1]))
+            self.console.print(study_report.line(trials[-1]))
         self.trials, self.trying = list(trials), ""
 
     def say(self, said: str) -> None:
@@ -169,27 +169,29 @@ class _View:
         from rich.console import Group
         from rich.text import Text
 
-        from powerband.reports import tuned
+        from powerband.reports import study as study_report
 
         spent = time.monotonic() - self.began
         left = max(0.0, self.budget_s - spent) / 60
         status = Text.assemble((self.trying, "bold"), f"  {self.said}")
         gone = f"{len(self.trials)} trials, {spent / 60:.0f} min gone, about {left:.0f} left"
         return Group(
-            tuned.trials(self.trials, most=12), status, Text(f"{gone}  (Ctrl-C stops, --resume goes on)", "dim")
+            study_report.trials(self.trials, most=12), status, Text(f"{gone}  (Ctrl-C stops, --resume goes on)", "dim")
         )
 
 
 def _leave(study: Study, recipe: Recipe, folder: Path, *, json: bool) -> None:
-    from powerband.reports import tuned
+    from powerband.reports import study as study_report
     from powerband.store.journal import Journal
 
     page = folder / "report.html"
     blocks = Journal(folder / "finals.jsonl").read()
-    page.write_text(tuned.page(study, recipe, blocks))
+    page.write_text(study_report.page(study, recipe, blocks))
     if json:
         emit(recipe.to_data())
         return
-    for part in tuned.tables(study, recipe):
+    for part in study_report.tables(study, recipe):
         out().print(part)
-    talk().print(f"recipe: {folder / 'recipe.yaml'}\nreport: {page}\nagain:  powerband verify {folder / 'recipe.yaml'}")
+    stderr().print(
+        f"recipe: {folder / 'recipe.yaml'}\nreport: {page}\nagain:  powerband verify {folder / 'recipe.yaml'}"
+    )

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from powerband.cli import given
-from powerband.cli.output import Json, emit, out, talk
+from powerband.cli import inputs
+from powerband.cli.output import Json, emit, out, stderr
 
 
 def verify(
@@ -42,19 +42,19 @@ def verify(
 
     recipe = documents.of(Recipe, file)
     if slo:
-        promise = recipe.promise.model_copy(update={"slo": given.promise(slo)})
+        promise = recipe.promise.model_copy(update={"slo": inputs.promise(slo)})
         recipe = recipe.model_copy(update={"promise": promise})
     data = dict(recipe.deployment)
     data["config"] = dict(data.get("config") or {})
     for setting in set_ or []:
-        given.set_knob(data["config"], setting)
+        inputs.set_knob(data["config"], setting)
     if source:
         data["variant"] = {**data["variant"], "source": source}
     recipe = recipe.model_copy(update={"deployment": data})
-    tasks = given.exams(task or [], recipe.promise.quality, source=recipe.model, most=200)
-    folder = given.folder(output) if output else runs.new_run(f"verify-{recipe.name or 'recipe'}")
-    console = talk()
-    order = stage.Order(recipe, tasks=tasks, engine_path=engine_path, seed=seed)
+    tasks = inputs.exams(task or [], recipe.promise.quality, source=recipe.model, most=200)
+    folder = inputs.folder(output) if output else runs.new_run(f"verify-{recipe.name or 'recipe'}")
+    console = stderr()
+    order = stage.VerifySpec(recipe, tasks=tasks, engine_path=engine_path, seed=seed)
     say = (lambda _: None) if json else lambda said: console.print(f"[dim]{said}[/]")
     found = asyncio.run(stage.verify(order, folder=folder, say=say))
     styles = {"holds": "green", "broken": "bold red", "cannot say": "yellow"}

@@ -126,7 +126,7 @@ class Scheduling(Value):
     cuts_tensors: bool = Field(description="True: devices share every layer; False: each has layers of its own")
 
 
-class Choice(Value):
+class EngineSettings(Value):
     """One way to serve a model, in words that mean the same for every engine."""
 
     source: str

@@ -26,7 +26,7 @@ class Distribution(Value):
     grid: tuple[float, ...] = Field(description="the quantile function at fixed points")
 
 
-class Promise(Value):
+class SLOCheck(Value):
     """One bound of the SLO, and whether it was kept."""
 
     metric: str
@@ -56,7 +56,7 @@ class Timeline(Value):
     kv_use: tuple[float | None, ...] = ()
 
 
-class Agreement(Value):
+class CrossCheck(Value):
     """The client's word beside the engine's on the same thing."""
 
     what: str
@@ -90,7 +90,7 @@ class Level(Value):
     achieved_per_s: float
     goodput_per_s: Interval | None = None
     attainment: Interval | None = None
-    promises: tuple[Promise, ...] = ()
+    promises: tuple[SLOCheck, ...] = ()
     answered_enough: bool = Field(default=True, description="as many were answered in full as the SLO wants")
     prompt_tokens_per_s: float
     output_tokens_per_s: float
@@ -102,7 +102,7 @@ class Level(Value):
     )
     client: dict[str, float]
     engine: dict[str, float] = Field(default_factory=dict)
-    agreements: tuple[Agreement, ...] = ()
+    agreements: tuple[CrossCheck, ...] = ()
     timeline: Timeline
     verdicts: tuple[Verdict, ...]
     stopped_early: str | None = None

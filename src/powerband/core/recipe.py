@@ -44,7 +44,7 @@ class Promised(Value):
         return [(part, whole, share) for part, whole, share in found if share]
 
 
-class Against(Value):
+class BaselineComparison(Value):
     """How the recipe's knee compares with another's, measured in turns on the same requests."""
 
     name: str
@@ -73,8 +73,10 @@ class Recipe(Document):
     validity: dict[str, Range] = Field(description="of the traffic in which it was proven")
     usd_per_h: float
     usd_per_1m_tokens: float
-    against: tuple[Against, ...] = Field(default=(), description="each engine's defaults")
-    waterfall: tuple[Against, ...] = Field(default=(), description="the recipe with one lever turned back each")
+    against: tuple[BaselineComparison, ...] = Field(default=(), description="each engine's defaults")
+    waterfall: tuple[BaselineComparison, ...] = Field(
+        default=(), description="the recipe with one lever turned back each"
+    )
     command: str = Field(description="starts the same engine without Powerband")
     evidence: dict[str, str] = Field(default_factory=dict, description="SHA-256 of each file of the study")
     provenance: dict[str, Any] = Field(default_factory=dict, description="machine, versions, date")

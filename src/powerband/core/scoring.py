@@ -6,14 +6,14 @@ from collections.abc import Generator
 from typing import Any, NamedTuple, TypeVar
 
 
-class Ask(NamedTuple):
+class EngineRequest(NamedTuple):
     """One question to a server."""
 
     path: str
     body: dict[str, Any]
 
 
-class Spot(NamedTuple):
+class TokenDistribution(NamedTuple):
     """What an engine thinks of one place in a text."""
 
     logprob: float  # of the token that really stands there
@@ -29,9 +29,9 @@ class Answer(NamedTuple):
     """What an engine wrote, greedily."""
 
     tokens: tuple[int, ...]
-    places: tuple[Spot, ...]
+    places: tuple[TokenDistribution, ...]
     text: str
 
 
 T = TypeVar("T")
-Talk = Generator[Ask, dict[str, Any], T]  # yields questions, is sent the answers, returns what they mean
+Exchange = Generator[EngineRequest, dict[str, Any], T]  # yields questions, is sent the answers, returns what they mean

@@ -15,7 +15,7 @@ from itertools import pairwise
 from statistics import NormalDist
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
-LUMPS = 40
+BATCHES = 40
 _LEAST_BEYOND = 5.0  # samples that must lie beyond a percentile on either side
 _LEAST_INDEPENDENT = 1.0  # and so many independent ones; the interval tells the rest
 _DRAWS = 2000
@@ -74,11 +74,11 @@ def quantile_interval(ordered: Sequence[float], p: float, effective: float) -> I
     return Interval(value, min(low, value), max(high, value))
 
 
-def mean_interval(values: Sequence[float], lumps: int = LUMPS) -> Interval:
+def mean_interval(values: Sequence[float], lumps: int = BATCHES) -> Interval:
     """Return the mean with an interval from the means of consecutive lumps."""
     count = len(values)
     mean = math.fsum(values) / count
-    bounds = lump_bounds(count, lumps)
+    bounds = batch_bounds(count, lumps)
     parts = [values[begin:end] for begin, end in bounds] if len(bounds) >= _LEAST_LUMPS else [[one] for one in values]
     means = [math.fsum(part) / len(part) for part in parts]
     if len(means) < 2:
@@ -100,7 +100,7 @@ def student(freedom: int, z: float) -> float:
     return math.fsum(term / freedom**power for power, term in enumerate(terms))
 
 
-def lump_bounds(count: int, lumps: int = LUMPS) -> list[tuple[int, int]]:
+def batch_bounds(count: int, lumps: int = BATCHES) -> list[tuple[int, int]]:
     """Cut a sequence into consecutive lumps of nearly the same size, at least five values each."""
     lumps = max(1, min(lumps, count // 5))
     edges = [count * number // lumps for number in range(lumps + 1)]
@@ -143,7 +143,7 @@ def halves(values: Sequence[float]) -> Interval:
     for side in sides:
         ordered = sorted(side)
         median = quantile(ordered, 0.5)
-        bounds = lump_bounds(len(side), LUMPS // 2)
+        bounds = batch_bounds(len(side), BATCHES // 2)
         beyond = [sum(value > median for value in side[begin:end]) for begin, end in bounds]
         effect = design_effect(beyond, [end - begin for begin, end in bounds])
         draws.append((median, quantile_draws(ordered, 0.5, max(4.0, len(side) / effect), rng)))

@@ -44,7 +44,7 @@ def best(trials: Iterable[Trial]) -> Trial | None:
     return max((one for one in trials if one.outcome == "kept"), key=lambda one: one.value, default=None)
 
 
-class Drafted(Value):
+class SpeculationResult(Value):
     """What drafts brought on the workload's own requests, so many users at once, answers ending where they end."""
 
     engine: str
@@ -67,7 +67,7 @@ class Study(Document):
     seed: int = 0
     usd_per_h: float = Field(default=1.0, gt=0)
     levers: dict[str, dict[str, tuple[str, ...]]] = Field(default_factory=dict, description="by engine; default first")
-    drafts: tuple[Drafted, ...] = Field(default=(), description="where the workload has texts of its own")
+    drafts: tuple[SpeculationResult, ...] = Field(default=(), description="where the workload has texts of its own")
     trials: tuple[Trial, ...] = ()
 
     @property

@@ -11,8 +11,8 @@ from packaging.version import InvalidVersion, Version
 
 from powerband.core.deployment import Deployment, EngineConfig
 from powerband.core.engine import (
-    Choice,
     Command,
+    EngineSettings,
     Failure,
     Footprint,
     Gauges,
@@ -24,7 +24,7 @@ from powerband.core.engine import (
 )
 from powerband.core.host import Host
 from powerband.core.model import Format, Model
-from powerband.core.scoring import Answer, Spot, Talk
+from powerband.core.scoring import Answer, Exchange, TokenDistribution
 from powerband.engines import knobs, rules
 from powerband.errors import InputError, did_you_mean
 
@@ -62,11 +62,11 @@ class Engine(ABC, Generic[C]):
     def footprint(self, deployment: Deployment[C], *, model: Model, host: Host) -> Footprint:
         """Return the bytes that the deployment needs."""
 
-    def knobs_for(self, choice: Choice) -> dict[str, Any]:
+    def knobs_for(self, choice: EngineSettings) -> dict[str, Any]:
         """Return the knobs that make a choice real."""
         raise NotImplementedError(self.name)
 
-    def choice_of(self, deployment: Deployment[C], *, model: Model, host: Host) -> Choice:
+    def choice_of(self, deployment: Deployment[C], *, model: Model, host: Host) -> EngineSettings:
         """Return the choice that a deployment's knobs, and the engine's own defaults, amount to."""
         raise NotImplementedError(self.name)
 
@@ -82,19 +82,21 @@ class Engine(ABC, Generic[C]):
         """Return the knobs for so many drafts from so many to so many sequences at once; None: it has no such table."""
         return None
 
-    def tokenize(self, model: str, text: str) -> Talk[list[int]]:
+    def tokenize(self, model: str, text: str) -> Exchange[list[int]]:
         """Ask for the tokens of a text."""
         raise NotImplementedError(self.name)
 
-    def render(self, model: str, chat: Messages) -> Talk[list[int]]:
+    def render(self, model: str, chat: Messages) -> Exchange[list[int]]:
         """Ask for the tokens of a chat, as the server's own template makes them, ready to be answered."""
         raise NotImplementedError(self.name)
 
-    def score(self, model: str, tokens: Sequence[int], places: Sequence[int], *, top: int) -> Talk[list[Spot]]:
+    def score(
+        self, model: str, tokens: Sequence[int], places: Sequence[int], *, top: int
+    ) -> Exchange[list[TokenDistribution]]:
         """Ask what the server expects at some places of a text, given all tokens before each."""
         raise NotImplementedError(self.name)
 
-    def answer(self, model: str, tokens: Sequence[int], *, most: int, top: int) -> Talk[Answer]:
+    def answer(self, model: str, tokens: Sequence[int], *, most: int, top: int) -> Exchange[Answer]:
         """Ask for a greedy answer, and what else was likely at each of its places."""
         raise NotImplementedError(self.name)
 

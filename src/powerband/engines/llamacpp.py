@@ -10,8 +10,8 @@ from pydantic import Field
 
 from powerband.core.deployment import Deployment, EngineConfig
 from powerband.core.engine import (
-    Choice,
     Command,
+    EngineSettings,
     Footprint,
     Gauges,
     Installation,
@@ -23,7 +23,7 @@ from powerband.core.engine import (
 )
 from powerband.core.host import Host
 from powerband.core.model import Format, Model
-from powerband.core.scoring import Answer, Ask, Spot, Talk
+from powerband.core.scoring import Answer, EngineRequest, Exchange, TokenDistribution
 from powerband.engines import knobs, rules
 from powerband.engines.base import Engine, Messages
 from powerband.engines.knobs import Knob
@@ -130,7 +130,7 @@ class LlamaCpp(Engine[LlamaCppConfig]):
     )
     config_type = LlamaCppConfig
 
-    def knobs_for(self, choice: Choice) -> dict[str, Any]:
+    def knobs_for(self, choice: EngineSettings) -> dict[str, Any]:
         """One slot a sequence, each with the longest context; all layers on the accelerator where there is one."""
         wanted: dict[str, Any] = {
             "parallel": choice.sequences,
@@ -144,11 +144,11 @@ class LlamaCpp(Engine[LlamaCppConfig]):
             wanted |= {"spec_type": ("ngram-simple",), "spec_ngram_simple_size_m": choice.drafted}
         return wanted | ({} if choice.on_cpu else {"n_gpu_layers": "all"})
 
-    def choice_of(self, deployment: Deployment[LlamaCppConfig], *, model: Model, host: Host) -> Choice:
+    def choice_of(self, deployment: Deployment[LlamaCppConfig], *, model: Model, host: Host) -> EngineSettings:
         """Fill in what llama-server takes where nothing is said: four slots, and the model's whole context."""
         config = deployment.config
         slots = config.parallel or 4
-        return Choice(
+        return EngineSettings(
             source=deployment.variant.source,
             scheme=deployment.variant.scheme or "",
             kv_format=config.cache_type_k or "f16",
@@ -238,39 +238,41 @@ class LlamaCpp(Engine[LlamaCppConfig]):
             tools={tool: f"{{home}}/bin/{tool}" for tool in tools} | {"converters": "{home}/convert"},
         )
 
-    def tokenize(self, model: str, text: str) -> Talk[list[int]]:
+    def tokenize(self, model: str, text: str) -> Exchange[list[int]]:
         """llama-server tells."""
-        answer = yield Ask("/tokenize", {"content": text, "add_special": False, "parse_special": True})
+        answer = yield EngineRequest("/tokenize", {"content": text, "add_special": False, "parse_special": True})
         return list(answer["tokens"])
 
-    def render(self, model: str, chat: Messages) -> Talk[list[int]]:
+    def render(self, model: str, chat: Messages) -> Exchange[list[int]]:
         """Its template makes a text, its tokenizer tokens of that."""
-        answer = yield Ask("/apply-template", {"messages": list(chat)})
+        answer = yield EngineRequest("/apply-template", {"messages": list(chat)})
         return (yield from self.tokenize(model, answer["prompt"]))
 
-    def score(self, model: str, tokens: Sequence[int], places: Sequence[int], *, top: int) -> Talk[list[Spot]]:
+    def score(
+        self, model: str, tokens: Sequence[int], places: Sequence[int], *, top: int
+    ) -> Exchange[list[TokenDistribution]]:
         """It tells of the next token only, so each place is a request; what stands before it is in its cache."""
         written = (yield from self.tokenize(model, " a"))[-1]  # of half a letter no probabilities are told
         found = []
         for at in places:
             body = {"prompt": list(tokens[:at]), "n_predict": 1, "cache_prompt": True, "temperature": 0}
             body |= {"logit_bias": [[written, _SURELY]]}  # the probabilities are told as they were without
-            likely = _likely((yield Ask("/completion", body | {"n_probs": top})))
+            likely = _likely((yield EngineRequest("/completion", body | {"n_probs": top})))
             told, known = likely, dict(likely).get(tokens[at])
             for many in _MORE:
                 if known is None:
-                    told = _likely((yield Ask("/completion", body | {"n_probs": many})))
+                    told = _likely((yield EngineRequest("/completion", body | {"n_probs": many})))
                     known = dict(told).get(tokens[at])
-            found.append(Spot(told[-1][1] if known is None else known, likely))
+            found.append(TokenDistribution(told[-1][1] if known is None else known, likely))
         return found
 
-    def answer(self, model: str, tokens: Sequence[int], *, most: int, top: int) -> Talk[Answer]:
+    def answer(self, model: str, tokens: Sequence[int], *, most: int, top: int) -> Exchange[Answer]:
         """One request."""
         body = {"prompt": list(tokens), "n_predict": most, "temperature": 0, "n_probs": top, "return_tokens": True}
-        told = yield Ask("/completion", body)
+        told = yield EngineRequest("/completion", body)
         steps = told.get("completion_probabilities", [])
         written = tuple(one["id"] for one in steps)
-        places = tuple(Spot(one["logprob"], _best_first(one["top_logprobs"])) for one in steps)
+        places = tuple(TokenDistribution(one["logprob"], _best_first(one["top_logprobs"])) for one in steps)
         return Answer(written, places, told["content"])
 
     def files(self, deployment: Deployment[LlamaCppConfig]) -> dict[str, str]:

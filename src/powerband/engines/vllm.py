@@ -10,8 +10,8 @@ from pydantic import Field
 from powerband.core.deployment import Deployment, EngineConfig
 from powerband.core.document import Value
 from powerband.core.engine import (
-    Choice,
     Command,
+    EngineSettings,
     Footprint,
     Installation,
     InstallPlan,
@@ -22,7 +22,7 @@ from powerband.core.engine import (
 )
 from powerband.core.host import Host
 from powerband.core.model import Format, Model
-from powerband.core.scoring import Answer, Ask, Spot, Talk
+from powerband.core.scoring import Answer, EngineRequest, Exchange, TokenDistribution
 from powerband.core.units import Bytes
 from powerband.engines import knobs
 from powerband.engines.base import Engine, Messages
@@ -142,7 +142,7 @@ class Vllm(Engine[VllmConfig]):
     )
     config_type = VllmConfig
 
-    def knobs_for(self, choice: Choice) -> dict[str, Any]:
+    def knobs_for(self, choice: EngineSettings) -> dict[str, Any]:
         """Say only what differs from vLLM's own defaults; on a CPU also the KV cache's size and every core."""
         wanted: dict[str, Any] = {
             "max_model_len": choice.context,
@@ -160,10 +160,10 @@ class Vllm(Engine[VllmConfig]):
             wanted |= {"kv_cache_memory_bytes": choice.kv_bytes, "VLLM_CPU_NUM_OF_RESERVED_CPU": 0}
         return wanted
 
-    def choice_of(self, deployment: Deployment[VllmConfig], *, model: Model, host: Host) -> Choice:
+    def choice_of(self, deployment: Deployment[VllmConfig], *, model: Model, host: Host) -> EngineSettings:
         """Fill in what vLLM takes where nothing is said."""
         config = deployment.config
-        return Choice(
+        return EngineSettings(
             source=deployment.variant.source,
             scheme=deployment.variant.scheme or "",
             kv_format=config.kv_cache_dtype or "auto",
@@ -265,27 +265,31 @@ class Vllm(Engine[VllmConfig]):
         quick = (python, "-c", _PRINT_VERSION)
         return (quick,) if python == path else (quick, (path, "--version"))
 
-    def tokenize(self, model: str, text: str) -> Talk[list[int]]:
+    def tokenize(self, model: str, text: str) -> Exchange[list[int]]:
         """vLLM tells."""
-        answer = yield Ask("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
+        answer = yield EngineRequest("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
         return list(answer["tokens"])
 
-    def render(self, model: str, chat: Messages) -> Talk[list[int]]:
+    def render(self, model: str, chat: Messages) -> Exchange[list[int]]:
         """Its tokenizer takes chats as well."""
-        answer = yield Ask("/tokenize", {"model": model, "messages": list(chat), "add_generation_prompt": True})
+        answer = yield EngineRequest(
+            "/tokenize", {"model": model, "messages": list(chat), "add_generation_prompt": True}
+        )
         return list(answer["tokens"])
 
-    def score(self, model: str, tokens: Sequence[int], places: Sequence[int], *, top: int) -> Talk[list[Spot]]:
+    def score(
+        self, model: str, tokens: Sequence[int], places: Sequence[int], *, top: int
+    ) -> Exchange[list[TokenDistribution]]:
         """One request tells of every place."""
         body = {"model": model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0, "prompt_logprobs": top}
-        answer = yield Ask("/v1/completions", body)
+        answer = yield EngineRequest("/v1/completions", body)
         told = answer["choices"][0]["prompt_logprobs"]
         return [_spot({int(key): one["logprob"] for key, one in told[at].items()}, tokens[at], top) for at in places]
 
-    def answer(self, model: str, tokens: Sequence[int], *, most: int, top: int) -> Talk[Answer]:
+    def answer(self, model: str, tokens: Sequence[int], *, most: int, top: int) -> Exchange[Answer]:
         """Tokens are told by their numbers."""
         body = {"model": model, "prompt": list(tokens), "max_tokens": most, "temperature": 0, "logprobs": top}
-        told = yield Ask("/v1/completions", body | {"return_tokens_as_token_ids": True})
+        told = yield EngineRequest("/v1/completions", body | {"return_tokens_as_token_ids": True})
         choice = told["choices"][0]
         probabilities = choice["logprobs"] or {"tokens": [], "top_logprobs": []}
         written = [_number(word) for word in probabilities["tokens"]]
@@ -394,10 +398,10 @@ def _number(word: str) -> int:
     return int(word.removeprefix("token_id:"))
 
 
-def _spot(told: Mapping[int, float], token: int, top: int) -> Spot:
+def _spot(told: Mapping[int, float], token: int, top: int) -> TokenDistribution:
     """The token itself is told beside the likeliest ones, where it is none of them."""
     best = sorted(told.items(), key=lambda one: -one[1])[:top]
-    return Spot(told[token], tuple(best))
+    return TokenDistribution(told[token], tuple(best))
 
 
 def _kv_bytes_per_element(kv_dtype: str | None, model: Model) -> float:

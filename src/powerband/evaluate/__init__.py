@@ -17,16 +17,16 @@ from powerband.core.quality import FIDELITY, QualityFloor
 from powerband.core.scoring import Answer
 from powerband.core.statistics import wilson, z_of
 from powerband.errors import InputError
-from powerband.evaluate import judge
-from powerband.evaluate.asking import Asker
-from powerband.evaluate.exams import Exam
-from powerband.evaluate.notes import Notes, ask_reference
+from powerband.evaluate import gate
+from powerband.evaluate.engine_client import EngineClient
 from powerband.evaluate.probes import MOST, Answered, Probes, Read, places
-from powerband.evaluators import fidelity, tasks
+from powerband.evaluate.reference_cache import ReferenceAnswers, ask_reference
+from powerband.evaluate.tasks import Task
+from powerband.evaluators import fidelity, questions
 from powerband.evaluators.fidelity import Compared
 from powerband.launchers import local
 from powerband.launchers.local import Prepared
-from powerband.runtime import weights
+from powerband.runtime import model_files
 from powerband.runtime.replica import Replica
 from powerband.store import documents, runs
 
@@ -39,18 +39,18 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Order:
+class EvaluateSpec:
     """What to judge by."""
 
     floor: QualityFloor
     probes: Probes
-    tasks: Mapping[str, Exam] = field(default_factory=dict)
+    tasks: Mapping[str, Task] = field(default_factory=dict)
     whole: bool = False  # ask everything, however clear it is
     again: bool = False  # even if the same was judged before
 
 
 @dataclass
-class Seen:
+class Progression:
     """What the candidate has shown so far."""
 
     texts: list[Compared] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Seen:
 async def evaluate(
     reference: Prepared,
     candidate: Prepared,
-    order: Order,
+    order: EvaluateSpec,
     *,
     running: Replica | None = None,
     progress: Progress = lambda _: None,
@@ -75,17 +75,17 @@ async def evaluate(
         return documents.of(Evaluation, kept)
     engine_s: dict[str, float] = {}
     notes = await _notes(reference, order, _place("references", [asked]), engine_s, progress)
-    seen, stopped = Seen(), False
+    seen, stopped = Progression(), False
     progress("ask the candidate")
     async with contextlib.nullcontext(running) if running else local.launch(candidate) as replica:
         at_once, context = _room(candidate)
         began = time.monotonic()
-        async with Asker(replica, await replica.model_name(), at_once=at_once) as asker:
+        async with EngineClient(replica, await replica.model_name(), at_once=at_once) as asker:
             await _same_tokens(asker, notes)
             for batch in _batches(notes, order, context):
                 await batch.ask(asker, seen)
                 figures = _figures(order, notes, seen)
-                verdict, reason = judge.verdict(order.floor, figures)
+                verdict, reason = gate.verdict(order.floor, figures)
                 progress(f"{len(seen.texts)} texts, {sum(map(len, seen.spoiled.values()))} answers: {verdict}")
                 clear = verdict == "fail" or (verdict == "pass" and seen.spoiled.keys() >= notes.kinds)
                 if clear and not order.whole:
@@ -111,11 +111,11 @@ async def evaluate(
             "engines": {one.engine.name: one.installation.version for one in (reference, candidate)},
         },
     )
-    runs.keep(kept, found.to_json())
+    runs.write_atomic(kept, found.to_json())
     return found
 
 
-async def consult(reference: Prepared, order: Order, *, progress: Progress = lambda _: None) -> None:
+async def consult(reference: Prepared, order: EvaluateSpec, *, progress: Progress = lambda _: None) -> None:
     """Ask the reference now, unless what it said is kept: beside a candidate that runs it would be in the way."""
     await _notes(reference, order, _place("references", [_asked(reference, order)]), {}, progress)
 
@@ -124,12 +124,12 @@ def _served(prepared: Prepared) -> dict[str, Any]:
     """Return what tells this deployment from others."""
     return {
         "deployment": prepared.deployment.to_data(),
-        "weights": weights.digest(prepared.deployment.variant.source),
+        "weights": model_files.digest(prepared.deployment.variant.source),
         "version": prepared.installation.version,
     }
 
 
-def _asked(reference: Prepared, order: Order) -> dict[str, Any]:
+def _asked(reference: Prepared, order: EvaluateSpec) -> dict[str, Any]:
     """Return what tells the questions, and who answered them first, from others."""
     tasks = {name: exam.digest for name, exam in order.tasks.items()}
     return {**_served(reference), "probes": order.probes.digest, "tasks": tasks, "top": TOP}
@@ -142,16 +142,16 @@ def _place(folder: str, told: list[Any]) -> Path:
 
 
 async def _notes(
-    reference: Prepared, order: Order, path: Path, engine_s: dict[str, float], progress: Progress
-) -> Notes:
+    reference: Prepared, order: EvaluateSpec, path: Path, engine_s: dict[str, float], progress: Progress
+) -> ReferenceAnswers:
     """Return what the reference said of these probes; it is asked once."""
     if path.is_file():
-        return Notes.read(path)
+        return ReferenceAnswers.read(path)
     progress("start the reference")
     at_once, context = _room(reference)
     async with local.launch(reference) as replica:
         began = time.monotonic()
-        async with Asker(replica, await replica.model_name(), at_once=at_once) as asker:
+        async with EngineClient(replica, await replica.model_name(), at_once=at_once) as asker:
             progress("ask the reference; its answers are kept")
             notes = await ask_reference(asker, order.probes, order.tasks, top=TOP, context=context)
         engine_s["reference"] = round(time.monotonic() - began, 1)
@@ -169,7 +169,7 @@ def _room(prepared: Prepared) -> tuple[int, int]:
     return min(4, choice.sequences), choice.context
 
 
-async def _same_tokens(asker: Asker, notes: Notes) -> None:
+async def _same_tokens(asker: EngineClient, notes: ReferenceAnswers) -> None:
     """Refuse to compare models that do not share a vocabulary."""
     for text, tokens in notes.samples:
         if list(tokens) != await asker.hold(asker.engine.tokenize(asker.model, text)):
@@ -185,10 +185,10 @@ class Batch:
 
     reads: Sequence[Read]
     chats: Sequence[Answered]
-    tasks: Mapping[str, tuple[Exam, int, int]]  # and which of its questions
+    tasks: Mapping[str, tuple[Task, int, int]]  # and which of its questions
     last: bool
 
-    async def ask(self, asker: Asker, seen: Seen) -> None:
+    async def ask(self, asker: EngineClient, seen: Progression) -> None:
         """Ask the candidate, and note how it compares."""
         engine, model = asker.engine, asker.model
         talks = [engine.score(model, one.tokens, places(one.tokens), top=TOP) for one in self.reads]
@@ -201,8 +201,8 @@ class Batch:
         for name, (exam, begin, end) in self.tasks.items():
             seen.scores.setdefault(name, []).extend(await exam.sit(asker, begin, end))
 
-    def _note(self, chat: Answered, answer: Answer, seen: Seen) -> None:
-        spoiled = fidelity.spoiled(chat.answer.tokens, chat.answer.places, answer.tokens)
+    def _note(self, chat: Answered, answer: Answer, seen: Progression) -> None:
+        spoiled = fidelity.diverged(chat.answer.tokens, chat.answer.places, answer.tokens)
         seen.spoiled.setdefault(chat.kind, []).append(spoiled)
         if spoiled:
             question = chat.messages[-1]["content"]
@@ -211,7 +211,7 @@ class Batch:
             )
 
 
-def _batches(notes: Notes, order: Order, context: int) -> Iterator[Batch]:
+def _batches(notes: ReferenceAnswers, order: EvaluateSpec, context: int) -> Iterator[Batch]:
     """Yield what the reference was asked, some of everything at a time, as far as the candidate has room for it."""
     chats = [one for one in notes.answered if one.room < context]
     for before, share in pairwise((0.0, *LOOKS)):
@@ -228,7 +228,7 @@ def _batches(notes: Notes, order: Order, context: int) -> Iterator[Batch]:
         )
 
 
-def _figures(order: Order, notes: Notes, seen: Seen) -> list[Figure]:
+def _figures(order: EvaluateSpec, notes: ReferenceAnswers, seen: Progression) -> list[Figure]:
     """Return every figure, of all texts and of each class; the floor bounds those of all texts."""
     bounds, found = order.floor.fidelity, []
     for name in fidelity.FIGURES:
@@ -236,13 +236,13 @@ def _figures(order: Order, notes: Notes, seen: Seen) -> list[Figure]:
             texts = [one for one in seen.texts if kind in ("", one.kind)]
             if texts:
                 interval = fidelity.interval(texts, name, level=LEVEL)
-                found.append(judge.figure(name, kind, interval, len(texts), None if kind else bounds.get(name)))
+                found.append(gate.figure(name, kind, interval, len(texts), None if kind else bounds.get(name)))
     parts = {f"spoiled_{kind}": told for kind, told in seen.spoiled.items()}
     for name, told in {"spoiled": list(chain(*parts.values())), **parts}.items():
         assert name in FIDELITY
-        found.append(judge.figure(name, "", wilson(sum(told), len(told), z=z_of(LEVEL)), len(told), bounds.get(name)))
+        found.append(gate.figure(name, "", wilson(sum(told), len(told), z=z_of(LEVEL)), len(told), bounds.get(name)))
     for name, scores in seen.scores.items():
         floor = order.floor.tasks.get(name)
-        interval = tasks.recovery(notes.tasks[name][: len(scores)], scores, level=LEVEL)
-        found.append(judge.figure(f"{name} recovery", "", interval, len(scores), floor.recovery if floor else None))
+        interval = questions.recovery(notes.tasks[name][: len(scores)], scores, level=LEVEL)
+        found.append(gate.figure(f"{name} recovery", "", interval, len(scores), floor.recovery if floor else None))
     return found

@@ -10,7 +10,7 @@ from itertools import chain, zip_longest
 from typing import Any, TypeVar
 
 from powerband import catalog
-from powerband.core.scoring import Answer, Spot
+from powerband.core.scoring import Answer, TokenDistribution
 
 T = TypeVar("T")
 _SCORED = 16  # places of a text
@@ -90,7 +90,7 @@ class Read:
 
     kind: str
     tokens: tuple[int, ...]
-    spots: tuple[Spot, ...]
+    spots: tuple[TokenDistribution, ...]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from powerband.core.scoring import Spot
+from powerband.core.scoring import TokenDistribution
 from powerband.core.statistics import UNBOUND, Interval, student, wilson, z_of
 
 _CLEAR = math.log(2)  # a token that the reference finds half as likely as its own choice is a clear choice missed
@@ -23,7 +23,7 @@ class Compared:
     lost: float  # log-likelihood of the actual tokens, the reference's less the candidate's
 
 
-def kl(reference: Spot, candidate: Spot) -> float:
+def kl(reference: TokenDistribution, candidate: TokenDistribution) -> float:
     """Return the divergence over the tokens that both name and one bucket for the rest.
 
     Merging what is not named cannot raise a divergence, so this is a lower bound of the whole one.
@@ -39,7 +39,7 @@ def kl(reference: Spot, candidate: Spot) -> float:
     return max(0.0, total + p_rest * math.log(p_rest / q_rest))
 
 
-def compare(kind: str, reference: Sequence[Spot], candidate: Sequence[Spot]) -> Compared:
+def compare(kind: str, reference: Sequence[TokenDistribution], candidate: Sequence[TokenDistribution]) -> Compared:
     """Put two scorings of one text side by side."""
     pairs = list(zip(reference, candidate, strict=True))
     return Compared(
@@ -51,7 +51,7 @@ def compare(kind: str, reference: Sequence[Spot], candidate: Sequence[Spot]) -> 
     )
 
 
-def spoiled(answer: Sequence[int], places: Sequence[Spot], other: Sequence[int]) -> bool:
+def diverged(answer: Sequence[int], places: Sequence[TokenDistribution], other: Sequence[int]) -> bool:
     """Tell whether another greedy answer leaves the reference's way at a place where it saw a clear choice.
 
     Rounding makes even the reference leave its own way where two tokens are about as likely; that spoils nothing.

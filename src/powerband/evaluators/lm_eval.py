@@ -10,7 +10,7 @@ from typing import ClassVar
 from powerband.core.engine import InstallPlan, Step
 from powerband.core.host import Host
 from powerband.errors import InputError
-from powerband.evaluators import marks
+from powerband.evaluators import graders
 
 _READS = ("wikitext",)  # tasks that ask how likely a text is, not for an answer
 _RUNS_CODE = ("humaneval",)
@@ -58,14 +58,14 @@ def write(folder: Path, described: str, data: Path) -> None:
     """Write a task and its marks where the harness is told to look."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "task.yaml").write_text(described.replace("{data}", str(data)))
-    (folder / "marks.py").write_text(Path(marks.__file__).read_text())
+    (folder / "marks.py").write_text(Path(graders.__file__).read_text())
 
 
 def rows(task: str, data: Path) -> list[int]:
     """Return which rows of the data the task asks."""
     lines = [line for line in data.read_text().splitlines() if line.strip()]
     if task == "ifeval":
-        lines = [line for line in lines if marks.INSTRUCTIONS.keys() >= set(json.loads(line)["instruction_id_list"])]
+        lines = [line for line in lines if graders.INSTRUCTIONS.keys() >= set(json.loads(line)["instruction_id_list"])]
     return list(range(len(lines)))
 
 

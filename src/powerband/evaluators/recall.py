@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from powerband.evaluators.tasks import Question
+from powerband.evaluators.questions import Question
 
 _NAMES = (
     "Anna", "Boris", "Clara", "David", "Elena", "Frank", "Grace", "Henry", "Irene", "James", "Karen", "Lucas", "Maria",

@@ -15,7 +15,7 @@ from powerband.core.host import Host
 from powerband.core.model import Model
 from powerband.core.units import about_bytes
 from powerband.errors import DeploymentRefused, EngineFailed, InputError
-from powerband.runtime import devices, environment, ports, weights
+from powerband.runtime import devices, installations, model_files, ports
 from powerband.runtime.replica import Replica
 from powerband.store import runs
 
@@ -47,12 +47,12 @@ def prepare(deployment: Deployment[Any], *, engine_path: str | None = None, forc
     host = devices.this_host()
     model = Model(source=deployment.variant.source)
     if engine.reads_weights:
-        model = weights.inspect(deployment.variant.source)
+        model = model_files.inspect(deployment.variant.source)
         deployment = _with_absolute_source(deployment)
     for knob, path in engine.files(deployment).items():
         if not Path(path).expanduser().exists():
             raise InputError(f"{knob}: there is no file {path}", hint="check the path")
-    installation = environment.find(deployment.engine, version=deployment.engine_version, path=engine_path)
+    installation = installations.find(deployment.engine, version=deployment.engine_version, path=engine_path)
     prepared = Prepared(deployment, installation=installation, model=model, host=host)
     refusals = [problem for problem in prepared.problems if problem.severity == "refuse"]
     if refusals and not force:
@@ -62,7 +62,7 @@ def prepare(deployment: Deployment[Any], *, engine_path: str | None = None, forc
 
 def _with_absolute_source(deployment: Deployment[Any]) -> Deployment[Any]:
     """A command that is printed and kept must mean the same wherever it is pasted."""
-    source = weights.anywhere(deployment.variant.source)
+    source = model_files.anywhere(deployment.variant.source)
     if source == deployment.variant.source:
         return deployment
     variant = deployment.variant.model_copy(update={"source": source})

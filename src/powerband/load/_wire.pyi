@@ -1,4 +1,4 @@
-from powerband.load.pure import Finished
+from powerband.load.python_wire import Finished
 
 class Wire:
     def __init__(self, host: str, port: str, limit: int = 0) -> None: ...

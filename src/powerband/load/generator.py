@@ -13,7 +13,7 @@ from typing import Any
 from powerband.core.records import FINISHES, OUTCOMES, Records
 from powerband.load import prompts, wire
 from powerband.load.prompts import Messages, Traffic
-from powerband.load.pure import Finished
+from powerband.load.python_wire import Finished
 from powerband.load.wire import Target
 
 _AHEAD_BYTES = 128 * 2**20  # encoded requests that wait for their time
@@ -25,7 +25,7 @@ _DRAIN_S = 10.0
 
 
 @dataclass
-class Progress:
+class LoadProgress:
     """How far a run is."""
 
     elapsed_s: float = 0.0
@@ -54,7 +54,7 @@ def drive(
     *,
     limit: int = 0,
     senders: int = 1,
-    until: Callable[[Progress, Records], bool] = lambda *_: False,
+    until: Callable[[LoadProgress, Records], bool] = lambda *_: False,
 ) -> Run:
     """Send the traffic and record what comes; end when all is answered, or when `until` says so."""
     run, began = Run(), time.monotonic()
@@ -79,8 +79,8 @@ def drive(
     return run
 
 
-def _follow(line: Any, sender: _Sender, run: Run, until: Callable[[Progress, Records], bool]) -> None:
-    progress = Progress()
+def _follow(line: Any, sender: _Sender, run: Run, until: Callable[[LoadProgress, Records], bool]) -> None:
+    progress = LoadProgress()
     while sender.open:
         for finished in line.collect(_TICK_S):
             sender.finish(Finished(*finished), run)

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from powerband.errors import InputError
-from powerband.load import pure
+from powerband.load import python_wire
 
 compiled: Any
 try:
@@ -58,7 +58,7 @@ def connect(target: Target, *, limit: int = 0, senders: int = 1) -> Any:
     except OSError as error:
         raise InputError(f"{target.host} cannot be found: {error}", hint="check the URL") from None
     if target.secure or compiled is None:
-        return pure.Wire(str(address), str(port), limit, tls=target.host if target.secure else None)
+        return python_wire.Wire(str(address), str(port), limit, tls=target.host if target.secure else None)
     if senders == 1:
         return compiled.Wire(str(address), str(port), limit)
     return _Several([compiled.Wire(str(address), str(port), -(-limit // senders)) for _ in range(senders)])

@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from powerband import verify
-from powerband.core.beginnings import FINE, chain, said
+from powerband.core.prefix_hash import FINE, block_hashes, said
 from powerband.core.recipe import MUCH_LESS, Recipe
 from powerband.core.statistics import wilson
 from powerband.core.workload import Workload
 from powerband.errors import InputError
-from powerband.evaluate.exams import Exam
+from powerband.evaluate.tasks import Task
 from powerband.load import prompts, tokens
 from powerband.observe.drift import Alarm, Drift, Row
-from powerband.serve import Order, Part
+from powerband.serve import FleetSpec, ModelSpec
 from powerband.store import documents
 
 Note = dict[str, Any]  # a line of what a fleet noted
 Say = Callable[[str], None]
-Exams = Callable[[Recipe], Mapping[str, Exam]]  # the tasks that a recipe's floor asks for
+Exams = Callable[[Recipe], Mapping[str, Task]]  # the tasks that a recipe's floor asks for
 
 _PROVEN = 2000  # requests that are drawn to compare with
 _NOW = 500  # the last ones, by which latencies are judged
@@ -59,25 +59,25 @@ class Observation:
         return [*self.broken, *moved]
 
 
-async def look(
+async def observe_once(
     folder: Path, model: str | None, *, probe: Exams | None = None, say: Say = lambda _: None
 ) -> Observation:
     """Hold a fleet that runs in a folder against its recipe; where there are tasks to probe with, its answers too."""
-    part = Order.read(folder).part(model)
+    part = FleetSpec.read(folder).part(model)
     recipe = documents.of(Recipe, Path(part.path))
     seats = _seats(folder, part)
     found = observe(recipe, notes(folder, part), [one["gauges"] for one in seats])
     urls = [one["engine"] for one in seats if one["engine"]]
     if probe is None or not urls:
         return found
-    check = await verify.probe(verify.Order(recipe, tasks=dict(probe(recipe))), urls[0], folder=folder, say=say)
+    check = await verify.probe(verify.VerifySpec(recipe, tasks=dict(probe(recipe))), urls[0], folder=folder, say=say)
     if check.found != "broken":
         say(f"answers: {check.found}, {check.said}")
         return found
     return replace(found, broken=(*found.broken, f"answers: {check.said}"))
 
 
-def _seats(folder: Path, part: Part) -> list[dict[str, Any]]:
+def _seats(folder: Path, part: ModelSpec) -> list[dict[str, Any]]:
     """Return the replicas of a recipe, as they were last."""
     try:
         status = json.loads((folder / "status.json").read_text())
@@ -128,7 +128,7 @@ def proven(workload: Workload, rate_per_s: float, *, source: str, count: int = _
             place = number * traffic.turns + turn
             chat = traffic.messages(number, turn=turn, earlier=chat)
             text = "".join(said(one["role"], one["content"]) for one in chat)
-            share = known_share(chain(text, FINE), seen)
+            share = known_share(block_hashes(text, FINE), seen)
             found.append(Row(at_s, len(text), traffic.output_tokens[place], share, turn + 1))
             chat.append({"role": "assistant", "content": "word " * traffic.output_tokens[place]})
     return sorted(found, key=lambda row: row.at_s)
@@ -153,7 +153,7 @@ def known_share(ids: Sequence[int], seen: set[int]) -> float:
     return known / len(ids) if ids else 0.0
 
 
-def notes(folder: Path, part: Part) -> list[Note]:
+def notes(folder: Path, part: ModelSpec) -> list[Note]:
     """Read what a fleet noted of the traffic that a recipe answered, in the order in which it came."""
     path = folder / "traffic.jsonl"
     if not path.exists():

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from powerband.core.beginnings import FINE
+from powerband.core.prefix_hash import FINE
 from powerband.core.workload import Workload
 from powerband.errors import InputError
 from powerband.observe import Note

@@ -22,10 +22,10 @@ from powerband.core.statistics import Interval
 from powerband.core.workload import Workload
 from powerband.errors import InputError
 from powerband.load import prompts, tokens
-from powerband.plan import machine, predict, rest
+from powerband.plan import local_device, predict, residual_model
 from powerband.plan.options import Lengths, Offer, Option, options
 from powerband.plan.predict import Fluid, Requests, Server
-from powerband.plan.times import NO_DRAFTS, Drafting
+from powerband.plan.step_time import NO_DRAFTS, Drafting
 from powerband.store import documents
 
 _DRAWN = 1500  # requests that may be played
@@ -35,7 +35,7 @@ _CONTEXT_STEP = 512
 
 
 @dataclass(frozen=True)
-class Order:
+class PlanSpec:
     """What to plan for."""
 
     model: Model
@@ -59,7 +59,7 @@ class Fitting:
     flow: Fluid
 
 
-def plan(order: Order) -> Plan:
+def plan(order: PlanSpec) -> Plan:
     """Rank every way to serve the model on the devices that are offered."""
     if order.model.shape is None:
         raise InputError(f"{order.model.source} does not tell its shape", hint="give its config.json or a GGUF file")
@@ -160,7 +160,7 @@ def device(name: str) -> Device:
 
 def this_machine(host: Host) -> tuple[Device, int]:
     """Return the machine that we run on as a device of the catalogue, or as a CPU, and how many there are."""
-    return machine.this_machine(host, [device(name) for name in catalog.names("device")])
+    return local_device.this_machine(host, [device(name) for name in catalog.names("device")])
 
 
 def coefficients(calibrated: Sequence[Coefficients] = ()) -> list[Coefficients]:
@@ -204,7 +204,7 @@ def _read(kind: type[D], name: str) -> D:
     return document
 
 
-def _promising(fitting: list[Fitting], order: Order) -> list[Fitting]:
+def _promising(fitting: list[Fitting], order: PlanSpec) -> list[Fitting]:
     """Return what is worth a simulation: the cheapest by the fluid estimate, and some of every device."""
 
     def price(one: Fitting) -> float:
@@ -233,11 +233,11 @@ def _corrected(one: Fitting, lengths: Lengths, slo: SLO) -> Fitting:
     """Take into account what measured rows teach beside the roofline, at the batch that a steady flow would make."""
     users = max(1.0, one.flow.rate_per_s * one.flow.answer_s)
     found = predict.closed_loop(one.on.times, users, lengths)
-    on = Server(rest.corrected(one.option.engine, one.on.times, found), one.on.limits)
+    on = Server(residual_model.corrected(one.option.engine, one.on.times, found), one.on.limits)
     return Fitting(one.option, on, predict.fluid(on, lengths, slo))
 
 
-def _candidate(one: Fitting, predicted: predict.Prediction, requests: Requests, order: Order) -> Candidate:
+def _candidate(one: Fitting, predicted: predict.Prediction, requests: Requests, order: PlanSpec) -> Candidate:
     option, own, flow = one.option, one.on.times.coefficients, one.flow
     rate, lengths = predicted.rate_per_s, requests.lengths
     usd_per_h = option.offer.usd_per_h * option.split.devices

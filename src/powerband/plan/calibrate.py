@@ -13,12 +13,12 @@ from powerband import engines
 from powerband.core.coefficients import Coefficients, Spread
 from powerband.core.deployment import Deployment
 from powerband.core.device import Device
-from powerband.core.engine import Choice
+from powerband.core.engine import EngineSettings
 from powerband.errors import InputError
-from powerband.plan.probe import LONGEST, MOST_USERS, Crowd, Probe, Seen
+from powerband.plan.probe import LONGEST, MOST_USERS, ConcurrentProbe, Probe, ProbeResult
 from powerband.plan.simulate import Limits, simulate
-from powerband.plan.times import StepTimes
-from powerband.plan.work import Batch, Steps
+from powerband.plan.step_time import StepTimes
+from powerband.plan.step_work import Batch, Steps
 from powerband.store import documents, runs
 
 Row = list[float]
@@ -26,14 +26,14 @@ _TOKENS = 2048  # of one step
 _BANDWIDTH = 0.8  # the share of the memory's bandwidth that reading weights is believed to reach
 
 
-def roomy(deployment: Deployment[Any], *, on_cpu: bool) -> Deployment[Any]:
+def with_probe_capacity(deployment: Deployment[Any], *, on_cpu: bool) -> Deployment[Any]:
     """Return the deployment with the knobs that let every probe in."""
     engine = engines.get(deployment.engine)
     if engine.scheduling is None:
         raise InputError(
             f"there is nothing to calibrate in '{deployment.engine}'", hint="give --engine vllm or llamacpp"
         )
-    choice = Choice(
+    choice = EngineSettings(
         source=deployment.variant.source,
         scheme="",
         kv_format=next(iter(engine.scheduling.kv_formats)),
@@ -52,8 +52,8 @@ def fit(
     steps: Steps,
     device: Device,
     engine: str,
-    seen: Sequence[Seen],
-    crowds: Sequence[Crowd] = (),
+    seen: Sequence[ProbeResult],
+    crowds: Sequence[ConcurrentProbe] = (),
     *,
     name: str,
     source: str,
@@ -96,13 +96,13 @@ def fit(
     return found.model_copy(update={"traffic": round(plain.median(ratios), 3)}) if ratios else found
 
 
-def _played(crowd: Crowd, times: StepTimes) -> float:
+def _played(crowd: ConcurrentProbe, times: StepTimes) -> float:
     """Return how long the crowd's requests take when they are played: all of them wait, so many are served at once."""
     limits = Limits(sequences=crowd.users, batched_tokens=_TOKENS, kv_tokens=math.inf)
     return max(simulate([0.0] * len(crowd.prompts), crowd.prompts, crowd.outputs, times, limits).e2e)
 
 
-def _batches(steps: Steps, device: Device, seen: Sequence[Seen], solved: Sequence[float]) -> dict[int, float]:
+def _batches(steps: Steps, device: Device, seen: Sequence[ProbeResult], solved: Sequence[float]) -> dict[int, float]:
     """Return by how much a step of each number of answers differs: kernels like some numbers better than others."""
     ratios: dict[int, list[float]] = {}
     for one in seen:
@@ -186,7 +186,7 @@ def folder() -> Path:
 def keep(found: Coefficients) -> Path:
     """Write coefficients where the next plan finds them."""
     path = folder() / f"{found.engine}-{found.scheme}.yaml"
-    runs.keep(path, found.to_text())
+    runs.write_atomic(path, found.to_text())
     return path
 
 

@@ -19,8 +19,8 @@ from powerband.errors import InputError
 from powerband.plan import calibrate, predict
 from powerband.plan.predict import Requests, Server
 from powerband.plan.simulate import Limits
-from powerband.plan.times import StepTimes
-from powerband.plan.work import Split, Steps
+from powerband.plan.step_time import StepTimes
+from powerband.plan.step_work import Split, Steps
 
 Expected = dict[str, dict[str, Interval]]
 _NAMES = ("p50", "p90", "p95", "p99")

@@ -10,15 +10,15 @@ from typing import Any
 
 from powerband import engines
 from powerband.core.device import Device
-from powerband.core.engine import Choice, Footprint, Scheduling
+from powerband.core.engine import EngineSettings, Footprint, Scheduling
 from powerband.core.host import Gpu, Host, NumaNode
 from powerband.core.model import Model
 from powerband.core.plan import Memory, Rejection
 from powerband.core.scheme import Scheme
 from powerband.core.shape import Shape
 from powerband.core.units import about_bytes
-from powerband.plan.times import NO_DRAFTS, Drafting
-from powerband.plan.work import Split, Steps
+from powerband.plan.step_time import NO_DRAFTS, Drafting
+from powerband.plan.step_work import Split, Steps
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Option:
     kv_format: str
     split: Split
     memory: Memory
-    choice: Choice
+    choice: EngineSettings
     shape: Shape
     drafting: Drafting = NO_DRAFTS
 
@@ -162,7 +162,7 @@ def _fit(
     on_cpu = device.maker == "cpu"
     steps = Steps(shape, scheme, split, kv_bytes=scheduling.kv_formats[kv_format])
     context = lengths.longest
-    choice = Choice(
+    choice = EngineSettings(
         source=model.source,
         scheme=scheme.name or "",
         kv_format=kv_format,
@@ -210,7 +210,7 @@ def _fit(
     return Option(offer, engine, scheme, kv_format, split, memory, choice, shape)
 
 
-def _fixed(choice: Choice, model: Model, engine: str, device: Device, split: Split) -> Footprint:
+def _fixed(choice: EngineSettings, model: Model, engine: str, device: Device, split: Split) -> Footprint:
     """Return what the engine takes besides weights and KV cache, by its own adapter's word."""
     adapter = engines.get(engine)
     data = {"variant": {"source": model.source}, "engine": engine, "config": adapter.knobs_for(choice)}

@@ -11,10 +11,10 @@ from powerband.core import statistics
 from powerband.core.coefficients import Coefficients, Spread
 from powerband.core.slo import SLO
 from powerband.core.statistics import Interval
+from powerband.plan.closed_loop import SteadyState, steady_state
 from powerband.plan.options import Lengths, Option
 from powerband.plan.simulate import Limits, Outcome, simulate
-from powerband.plan.steady import Steady, steady
-from powerband.plan.times import StepTimes
+from powerband.plan.step_time import StepTimes
 
 _ROUNDS = 7
 _CLOSE = 1.04
@@ -88,10 +88,10 @@ def fluid(on: Server, lengths: Lengths, slo: SLO) -> Fluid:
     )
 
 
-def closed_loop(times: StepTimes, users: float, lengths: Lengths) -> Steady:
+def closed_loop(times: StepTimes, users: float, lengths: Lengths) -> SteadyState:
     """Return what so many users who never pause would get of average requests."""
     known = lengths.prompt * lengths.known_share
-    return steady(times, users=users, prompt=lengths.prompt, output=lengths.output, known=known)
+    return steady_state(times, users=users, prompt=lengths.prompt, output=lengths.output, known=known)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from powerband import metrics
-from powerband.core.engine import Choice
+from powerband.core.engine import EngineSettings
 from powerband.core.records import Records
 from powerband.core.workload import Workload
 from powerband.errors import InvalidMeasurement
@@ -46,7 +46,7 @@ MOST_USERS = max(one.users for one in PROBES)
 
 
 @dataclass(frozen=True)
-class Seen:
+class ProbeResult:
     """What a probe showed: when the last user had a first token, and how long a step takes in which all get one."""
 
     probe: Probe
@@ -55,7 +55,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Crowd:
+class ConcurrentProbe:
     """Users who never pause, with unlike requests, and how long all of them took."""
 
     users: int
@@ -65,15 +65,19 @@ class Crowd:
 
 
 async def probe(
-    replica: Replica, choice: Choice, *, say: Callable[[int, Seen], None] = lambda *_: None, most_s: float = _MOST_S
-) -> tuple[list[Seen], list[Crowd]]:
+    replica: Replica,
+    choice: EngineSettings,
+    *,
+    say: Callable[[int, ProbeResult], None] = lambda *_: None,
+    most_s: float = _MOST_S,
+) -> tuple[list[ProbeResult], list[ConcurrentProbe]]:
     """Run the probes that the deployment has room for, and some traffic, round after round."""
     headers = tuple(replica.request_headers.items())
     target = Target(replica.url, await replica.model_name(), headers, keep_alive=replica.engine.keeps_connections)
     vocabulary = tokens.vocabulary(choice.source)
     fitting = [one for one in PROBES if one.prompt + one.output < choice.context and one.users <= choice.sequences]
-    found: list[Seen] = []
-    crowds: list[Crowd] = []
+    found: list[ProbeResult] = []
+    crowds: list[ConcurrentProbe] = []
     began = time.monotonic()
     await asyncio.to_thread(
         _burst, target, vocabulary, fitting[0], seed=1
@@ -96,12 +100,12 @@ async def probe(
     return found, crowds
 
 
-def _crowd(target: Target, vocabulary: tokens.Vocabulary, users: int, *, seed: int) -> Crowd:
+def _crowd(target: Target, vocabulary: tokens.Vocabulary, users: int, *, seed: int) -> ConcurrentProbe:
     closed = {"arrivals": {"process": "closed", "users": users}, "seed": seed}
     traffic = prompts.prepare(Workload.model_validate(closed | TRAFFIC), users * _TURNS, vocabulary=vocabulary)
     records = generator.drive(target, traffic).records
     seconds = (max(records["end"]) - min(records["due"])) / 1e9
-    return Crowd(users, tuple(traffic.prompt_tokens), tuple(traffic.output_tokens), seconds)
+    return ConcurrentProbe(users, tuple(traffic.prompt_tokens), tuple(traffic.output_tokens), seconds)
 
 
 def _burst(target: Target, vocabulary: tokens.Vocabulary, one: Probe, *, seed: int) -> Records:
@@ -117,7 +121,7 @@ def _burst(target: Target, vocabulary: tokens.Vocabulary, one: Probe, *, seed: i
     return generator.drive(target, traffic).records
 
 
-def _read(one: Probe, records: Records) -> Seen | None:
+def _read(one: Probe, records: Records) -> ProbeResult | None:
     """Look at the gaps between the last first token and the first end: nobody's prompt is read there."""
     if len(records) < one.users or not all(records.complete()):
         return None
@@ -131,4 +135,4 @@ def _read(one: Probe, records: Records) -> Seen | None:
             at += 1000 * gap
     if not gaps:
         return None
-    return Seen(one, ttft_s=max(metrics.ttft(records)), step_s=sum(gaps) / len(gaps) / 1e6)
+    return ProbeResult(one, ttft_s=max(metrics.ttft(records)), step_s=sum(gaps) / len(gaps) / 1e6)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from powerband.plan.work import Batch
+from powerband.plan.step_work import Batch
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from powerband.core.comparison import Comparison
 from powerband.core.measurement import Level, Measurement
-from powerband.reports import words
+from powerband.reports import format
 
 
 def measurement(found: Measurement, *, force: bool = False) -> Iterator[RenderableType]:
@@ -22,7 +22,7 @@ def measurement(found: Measurement, *, force: bool = False) -> Iterator[Renderab
         yield Text("no load keeps the SLO", "bold red")
         return
     if found.best is not None:
-        goodput = f", goodput {words.rate(level.goodput_per_s)}" if level.goodput_per_s else ""
+        goodput = f", goodput {format.rate(level.goodput_per_s)}" if level.goodput_per_s else ""
         cost = level.cost_per_1m_output_tokens
         priced = f", {cost:.3g} per 1M output tokens" if cost is not None else ""
         yield Text.assemble(("best: ", "bold"), f"{level.load} keeps the SLO{goodput}{priced}")
@@ -40,8 +40,8 @@ def _levels(found: Measurement, *, force: bool) -> Table:
         cells = [level.load, str(level.requests)]
         for metric, name in columns:
             one = level.latencies.get(metric)
-            cells.append(words.seconds(one.percentiles[name].value) if one and name in one.percentiles else "-")
-        cells += [words.number(level.output_tokens_per_s)]
+            cells.append(format.seconds(one.percentiles[name].value) if one and name in one.percentiles else "-")
+        cells += [format.number(level.output_tokens_per_s)]
         cells += [f"{level.attainment.value:.1%}" if level.attainment else "-"]
         if not (level.valid or force):
             cells[2:] = ["-"] * len(cells[2:])
@@ -56,15 +56,15 @@ def _latencies(level: Level) -> Table:
     for heading in ("", "mean", *names):
         table.add_column(heading, justify="left" if not heading else "right")
     for metric, one in level.latencies.items():
-        cells = [words.ranged(one.percentiles[name]) if name in one.percentiles else "-" for name in names]
-        table.add_row(metric.upper(), words.ranged(one.mean), *cells)
+        cells = [format.ranged(one.percentiles[name]) if name in one.percentiles else "-" for name in names]
+        table.add_row(metric.upper(), format.ranged(one.mean), *cells)
         if beside := level.expected.get(metric):
-            cells = [words.ranged(beside[name]) if name in beside else "-" for name in names]
+            cells = [format.ranged(beside[name]) if name in beside else "-" for name in names]
             table.add_row("  planned", "", *cells, style="dim")
     for promise in level.promises:
-        kept = f"{promise.metric.upper()} {promise.percentile} < {words.seconds(promise.limit_s)}"
+        kept = f"{promise.metric.upper()} {promise.percentile} < {format.seconds(promise.limit_s)}"
         table.caption = (f"{table.caption}\n" if table.caption else "") + (
-            f"{kept}: {words.share(promise.share)} within, {promise.verdict}"
+            f"{kept}: {format.share(promise.share)} within, {promise.verdict}"
         )
     table.caption_justify = "left"
     return table
@@ -93,7 +93,7 @@ def comparison(found: Comparison) -> Iterator[RenderableType]:
         style = {"slower": "red", "faster": "green"}.get(one.says, "")
         name = f"{one.metric.upper()} {one.percentile}"
         table.add_row(
-            one.load, name, words.seconds(one.first_s), words.seconds(one.second_s), ratio, one.says, style=style
+            one.load, name, format.seconds(one.first_s), format.seconds(one.second_s), ratio, one.says, style=style
         )
     yield table
     changed = [f"{one.metric.upper()} {one.percentile} {one.says}" for one in found.differences if one.says != "same"]

@@ -9,7 +9,7 @@ from importlib import resources
 from powerband import metrics
 from powerband.core.measurement import GRID, Level, Measurement
 from powerband.core.statistics import Interval
-from powerband.reports import words
+from powerband.reports import format
 from powerband.reports.svg import Chart
 
 
@@ -79,7 +79,7 @@ def _cards(found: Measurement, level: Level) -> str:
     if level.goodput_per_s:
         one = level.goodput_per_s
         cards.append(
-            ("goodput", f"{words.number(one.value)}/s", f"{words.number(one.low)} to {words.number(one.high)}")
+            ("goodput", f"{format.number(one.value)}/s", f"{format.number(one.low)} to {format.number(one.high)}")
         )
     for metric in ("ttft", "tpot"):
         latency = level.latencies.get(metric)
@@ -87,19 +87,19 @@ def _cards(found: Measurement, level: Level) -> str:
         name = next((name for name in wanted if latency and name in latency.percentiles), None)
         if latency and name:
             one = latency.percentiles[name]
-            span = f"{words.seconds(one.low)} to {words.seconds(one.high)}"
-            cards.append((f"{metric.upper()} {name}", words.seconds(one.value), span))
+            span = f"{format.seconds(one.low)} to {format.seconds(one.high)}"
+            cards.append((f"{metric.upper()} {name}", format.seconds(one.value), span))
     cards.append(
         (
             "output",
-            f"{words.number(level.output_tokens_per_s)} tok/s",
-            f"{words.number(level.prompt_tokens_per_s)} tok/s in",
+            f"{format.number(level.output_tokens_per_s)} tok/s",
+            f"{format.number(level.prompt_tokens_per_s)} tok/s in",
         )
     )
     if level.cost_per_1m_output_tokens is not None:
         cards.append(("cost", f"{level.cost_per_1m_output_tokens:.3g}", "per 1M output tokens"))
     if found.startup_s:
-        cards.append(("start-up", words.seconds(found.startup_s), "until the first answer"))
+        cards.append(("start-up", format.seconds(found.startup_s), "until the first answer"))
     inner = "".join(
         f"<div class='card'><span>{escape(name)}</span><b>{escape(value)}</b><small>{escape(doubt)}</small></div>"
         for name, value, doubt in cards
@@ -143,7 +143,7 @@ def _against_load(found: Measurement, metric: str) -> Chart | None:
         (max(bottom, 1e-5), top),
         log_x=True,
         log_y=True,
-        y_text=words.seconds,
+        y_text=format.seconds,
     )
     for name, css in zip(names, ("first", "second"), strict=True):
         points = [
@@ -154,14 +154,14 @@ def _against_load(found: Measurement, metric: str) -> Chart | None:
         chart.line(sorted({rate: value.value for rate, value, _ in points}.items()), css, label=name)
         chart.dots(
             [
-                (rate, value.value, value.low, value.high, f"{one.load}: {name} {words.ranged(value)}; {said}")
+                (rate, value.value, value.low, value.high, f"{one.load}: {name} {format.ranged(value)}; {said}")
                 for rate, value, one in points
                 if (said := one.verdict)
             ],
             css,
         )
     for name, limit in limits.items():
-        chart.across(limit, f"SLO {name} {words.seconds(limit)}")
+        chart.across(limit, f"SLO {name} {format.seconds(limit)}")
     return chart
 
 
@@ -181,15 +181,15 @@ def _shares(found: Measurement, level: Level, metric: str) -> Chart | None:
         (low / 1.05, high * 1.1),
         (0, 1),
         log_x=high / low > 20,
-        x_text=words.seconds,
+        x_text=format.seconds,
         y_text=lambda value: f"{value:.0%}",
     )
     chart.line(points, "first")
     for name, one in latency.percentiles.items():
         share = float(name[1:]) / 100
-        chart.dots([(one.value, share, share, share, f"{name} {words.ranged(one)}")], "first")
+        chart.dots([(one.value, share, share, share, f"{name} {format.ranged(one)}")], "first")
     for name, limit in limits.items():
-        chart.upright(limit, f"SLO {name} {words.seconds(limit)}")
+        chart.upright(limit, f"SLO {name} {format.seconds(limit)}")
     return chart
 
 
@@ -227,15 +227,15 @@ def _percentiles(level: Level) -> str:
     names = list(dict.fromkeys(name for one in level.latencies.values() for name in one.percentiles))
     rows = []
     for metric, one in level.latencies.items():
-        cells = [words.ranged(one.percentiles[name]) if name in one.percentiles else "too few" for name in names]
+        cells = [format.ranged(one.percentiles[name]) if name in one.percentiles else "too few" for name in names]
         meaning = metrics.LATENCIES[metric].means
-        rows.append([f"<abbr title='{escape(meaning)}'>{metric.upper()}</abbr>", words.ranged(one.mean), *cells])
+        rows.append([f"<abbr title='{escape(meaning)}'>{metric.upper()}</abbr>", format.ranged(one.mean), *cells])
         if beside := level.expected.get(metric):
-            cells = [words.ranged(beside[name]) if name in beside else "" for name in names]
+            cells = [format.ranged(beside[name]) if name in beside else "" for name in names]
             rows.append(["<span class='quiet'>planned</span>", "", *cells])
     promises = "".join(
-        f"<p>{one.metric.upper()} {one.percentile} below {words.seconds(one.limit_s)}: "
-        f"{words.share(one.share)} within: <b class='{_css(one.verdict)}'>{one.verdict}</b></p>"
+        f"<p>{one.metric.upper()} {one.percentile} below {format.seconds(one.limit_s)}: "
+        f"{format.share(one.share)} within: <b class='{_css(one.verdict)}'>{one.verdict}</b></p>"
         for one in level.promises
     )
     told = "<p class='quiet'>95 % intervals in brackets; a percentile that the sample cannot support is not shown."
@@ -252,12 +252,12 @@ def _levels(found: Measurement) -> str:
         ("itl", "p99"),
     )
     for number, one in enumerate(found.levels):
-        cells = [one.load, str(one.requests), words.number(one.achieved_per_s)]
+        cells = [one.load, str(one.requests), format.number(one.achieved_per_s)]
         for metric, name in columns:
             latency = one.latencies.get(metric)
             known = latency and name in latency.percentiles
-            cells.append(words.seconds(latency.percentiles[name].value) if latency and known else "-")
-        cells += [words.number(one.output_tokens_per_s), words.share(one.attainment) if one.attainment else "-"]
+            cells.append(format.seconds(latency.percentiles[name].value) if latency and known else "-")
+        cells += [format.number(one.output_tokens_per_s), format.share(one.attainment) if one.attainment else "-"]
         if not one.valid:
             cells[2:] = ["-"] * len(cells[2:])
         said = escape(one.verdict)
@@ -281,11 +281,11 @@ def _guards(level: Level) -> str:
 
 def _agreements(level: Level) -> str:
     rows = [
-        [escape(one.what), words.number(one.client), words.number(one.engine), f"{one.difference:.1%}"]
+        [escape(one.what), format.number(one.client), format.number(one.engine), f"{one.difference:.1%}"]
         for one in level.agreements
     ]
     figures = [
-        [escape(name.replace("_", " ")), words.number(value)]
+        [escape(name.replace("_", " ")), format.number(value)]
         for name, value in {**level.engine, **level.client}.items()
     ]
     both = f"<h2>Client and engine</h2>{table(['', 'client', 'engine', 'differ by'], rows)}" if rows else ""

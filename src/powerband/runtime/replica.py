@@ -21,7 +21,7 @@ from powerband.core.deployment import Deployment
 from powerband.core.engine import Command, Failure, FailureKind, Gauges
 from powerband.engines.base import Engine
 from powerband.errors import EngineFailed
-from powerband.runtime import environment
+from powerband.runtime import installations
 from powerband.runtime.process import Process
 
 State = Literal["created", "starting", "answering", "ready", "stopping", "stopped", "failed"]
@@ -324,5 +324,5 @@ class Replica:
 
 def _keeping(command: Command) -> Command:
     """Let what an engine compiles outlive it, so that it starts sooner the next time."""
-    kept = os.environ.get(_COMPILED) or str(environment.cache_root() / "compiled")
+    kept = os.environ.get(_COMPILED) or str(installations.cache_root() / "compiled")
     return command.model_copy(update={"env": {_COMPILED: kept} | command.env})

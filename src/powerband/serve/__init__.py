@@ -15,11 +15,11 @@ from powerband.core.engine import Command
 from powerband.errors import EngineFailed
 from powerband.runtime import ports
 from powerband.serve import envoy
-from powerband.serve.kept import keep
-from powerband.serve.order import Order, Part, resolved
+from powerband.serve.control.respawn import respawn
+from powerband.serve.spec import FleetSpec, ModelSpec, resolve
 from powerband.store import runs
 
-__all__ = ["Fleet", "Order", "Part", "fleet", "resolved"]
+__all__ = ["Fleet", "FleetSpec", "ModelSpec", "fleet", "resolve"]
 
 _DRAIN_S = 600.0
 
@@ -27,7 +27,7 @@ _DRAIN_S = 600.0
 class Fleet:
     """A running fleet: its address, its folder, and how it is."""
 
-    def __init__(self, order: Order, folder: Path) -> None:
+    def __init__(self, order: FleetSpec, folder: Path) -> None:
         self.order, self.folder = order, folder
         self.url = f"http://{order.host}:{order.port}"
 
@@ -66,7 +66,7 @@ class Fleet:
 
 @contextlib.asynccontextmanager
 async def fleet(
-    parts: dict[str, Part],
+    parts: dict[str, ModelSpec],
     *,
     tenants: str = "",
     host: str = "127.0.0.1",
@@ -80,7 +80,7 @@ async def fleet(
     envoy.program()  # refuse before anything starts
     folder = folder or runs.new_run("serve")
     with ports.reserve(host, port) as own, ports.reserve("127.0.0.1") as admin:
-        order = Order(
+        order = FleetSpec(
             parts,
             host,
             own.number,
@@ -92,9 +92,9 @@ async def fleet(
         )
         order.write(folder)
         running = Fleet(order, folder)
-        command = Command(argv=(sys.executable, "-m", "powerband.serve.supervisor", str(folder)))
+        command = Command(argv=(sys.executable, "-m", "powerband.serve.control.supervisor", str(folder)))
         log = folder / "supervisor.log"
-        keeping = asyncio.create_task(keep(command, log=log, longest_pause_s=5.0, grace_s=_DRAIN_S))
+        keeping = asyncio.create_task(respawn(command, log=log, longest_pause_s=5.0, grace_s=_DRAIN_S))
         try:
             yield running
         finally:

@@ -16,7 +16,7 @@ def state_root() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "powerband"
 
 
-def keep(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str) -> None:
     """Write a file that is read again later; a half-written one never stands there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")

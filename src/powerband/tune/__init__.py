@@ -22,30 +22,30 @@ from powerband.plan.predict import Requests
 from powerband.runtime import devices
 from powerband.store import runs
 from powerband.store.journal import Journal
-from powerband.tune import afar, asked, drafts, finals
-from powerband.tune.levers import ENGINE, WEIGHTS, Levers
-from powerband.tune.order import Order, rig_of
-from powerband.tune.rig import Attempt, Rig
+from powerband.tune import ray_workers, resume, speculation, validation
 from powerband.tune.search import Expected, Search
+from powerband.tune.search_space import ENGINE, WEIGHTS, SearchSpace
+from powerband.tune.spec import TuneSpec, runner_of
+from powerband.tune.trial_runner import Attempt, TrialRunner
 
-__all__ = ["Listener", "Order", "expectations", "explore", "tune"]
+__all__ = ["Progress", "TuneSpec", "expectations", "explore", "tune"]
 
 _SEARCHED = 0.6  # of the time at most; the rest proves the answer
 _LEAST_TRIALS = 4
 
 
 @dataclass
-class Listener:
+class Progress:
     """Who is told how it goes."""
 
-    on_space: Callable[[Levers], None] = lambda _: None
+    on_space: Callable[[SearchSpace], None] = lambda _: None
     on_try: Callable[[int, Settings], None] = lambda *_: None
     on_trials: Callable[[Sequence[Trial]], None] = lambda _: None
     say: Callable[[str], None] = lambda _: None
 
 
 async def tune(
-    order: Order, *, folder: Path, stopping: threading.Event | None = None, listener: Listener | None = None
+    order: TuneSpec, *, folder: Path, stopping: threading.Event | None = None, listener: Progress | None = None
 ) -> tuple[Study, Recipe]:
     """Search, then prove. All is noted in the folder; one that holds notes goes on where they end."""
     rig, study = await explore(order, folder=folder, stopping=stopping, listener=listener)
@@ -53,26 +53,26 @@ async def tune(
         raise PromiseBroken(
             f"none of {len(study.trials)} trials kept both promises", hint=f"see why in {folder / 'study.json'}"
         )
-    recipe = await finals.prove(rig, study, budget_s=order.budget_s)
-    runs.keep(folder / "recipe.yaml", recipe.to_text())
+    recipe = await validation.prove(rig, study, budget_s=order.budget_s)
+    runs.write_atomic(folder / "recipe.yaml", recipe.to_text())
     return study, recipe
 
 
 async def explore(
-    order: Order, *, folder: Path, stopping: threading.Event | None = None, listener: Listener | None = None
-) -> tuple[Rig, Study]:
+    order: TuneSpec, *, folder: Path, stopping: threading.Event | None = None, listener: Progress | None = None
+) -> tuple[TrialRunner, Study]:
     """Search: try deployments until the time for it is over."""
-    listener = listener or Listener()
-    rig = rig_of(order, folder, stopping=stopping, say=listener.say)
-    asked.note(order, rig.levers, folder)
-    rig.levers, drafted = await drafts.measured(rig)
+    listener = listener or Progress()
+    rig = runner_of(order, folder, stopping=stopping, say=listener.say)
+    resume.note(order, rig.levers, folder)
+    rig.levers, drafted = await speculation.measured(rig)
     own = rig.levers
     listener.on_space(own)
     listener.say("ask the plan")
     requests = plan.draw(order.workload, rig.model, base=order.base)
     expected = expectations(rig.model, devices.this_host(), own, requests, order.slo)
     search = Search(own, expected=expected, seed=order.seed)
-    with afar.hands(order, rig) if order.cluster else nullcontext([rig.attempt]) as hands:
+    with ray_workers.workers(order, rig) if order.cluster else nullcontext([rig.attempt]) as hands:
         rig.at_once = len(hands)
         trials = await _search(order, rig, search, listener, hands)
     study = Study(
@@ -87,11 +87,13 @@ async def explore(
         drafts=drafted,
         trials=tuple(trials),
     )
-    runs.keep(folder / "study.json", study.to_json())
+    runs.write_atomic(folder / "study.json", study.to_json())
     return rig, study
 
 
-async def _search(order: Order, rig: Rig, search: Search, listener: Listener, hands: Sequence[Attempt]) -> list[Trial]:
+async def _search(
+    order: TuneSpec, rig: TrialRunner, search: Search, listener: Progress, hands: Sequence[Attempt]
+) -> list[Trial]:
     """Try until the time for it is over, as many at once as there are hands; what was noted before counts."""
     journal = Journal(rig.folder / "trials.jsonl")
     trials = [Trial.model_validate(note) for note in journal.read()]
@@ -148,15 +150,15 @@ async def _search(order: Order, rig: Rig, search: Search, listener: Listener, ha
         await asyncio.gather(*running, return_exceptions=True)
 
 
-def _spent(order: Order, rig: Rig, trials: Sequence[Trial]) -> bool:
+def _spent(order: TuneSpec, rig: TrialRunner, trials: Sequence[Trial]) -> bool:
     """Tell whether the time is needed to prove what was found."""
     gone_s = rig.gone_s(trials)
     if gone_s > _SEARCHED * order.budget_s:
         return True
-    return len(trials) >= _LEAST_TRIALS and gone_s + finals.least_s(usual_s(trials)) > order.budget_s
+    return len(trials) >= _LEAST_TRIALS and gone_s + validation.least_s(usual_s(trials)) > order.budget_s
 
 
-def expectations(model: Model, host: Host, own: Levers, requests: Requests, slo: SLO) -> Expected:
+def expectations(model: Model, host: Host, own: SearchSpace, requests: Requests, slo: SLO) -> Expected:
     """Return what the plan expects of settings; without a calibration it ranks them, and bounds nothing."""
     known = calibrate.kept()
     seen: dict[tuple[str, ...], Interval | None] = {}

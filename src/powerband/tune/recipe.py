@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import powerband
-from powerband.core.recipe import Against, Promised, Range, Recipe
+from powerband.core.recipe import BaselineComparison, Promised, Range, Recipe
 from powerband.core.statistics import quantile
 from powerband.core.study import Settings, Study
 from powerband.core.workload import Workload
 from powerband.launchers import local
 from powerband.load import prompts, tokens
 from powerband.load.prompts import Traffic
-from powerband.runtime import weights
-from powerband.tune.levers import WEIGHTS
-from powerband.tune.rig import Rig
+from powerband.runtime import model_files
+from powerband.tune.search_space import WEIGHTS
+from powerband.tune.trial_runner import TrialRunner
 
 if TYPE_CHECKING:
-    from powerband.tune.finals import Proof
+    from powerband.tune.validation import Proof
 
 _PORT = 8000  # of the command that is shown
 _DRAWN = 400  # requests that tell what the traffic was like
@@ -30,14 +30,14 @@ _EVIDENCE = ("study.json", "trials.jsonl", "drafts.jsonl", "finals.jsonl", "leve
 
 
 def written(
-    rig: Rig,
+    rig: TrialRunner,
     study: Study,
     proof: Proof,
     *,
     settings: Settings,
     says: str,
-    against: tuple[Against, ...],
-    waterfall: tuple[Against, ...],
+    against: tuple[BaselineComparison, ...],
+    waterfall: tuple[BaselineComparison, ...],
 ) -> Recipe:
     """Return the recipe."""
     prepared, rate, level = proof.prepared, proof.rate_per_s, proof.level
@@ -58,10 +58,10 @@ def written(
     return Recipe(
         name=study.name,
         says=says,
-        model=weights.anywhere(rig.model.source),
-        model_digest=weights.digest(rig.model.source),
+        model=model_files.anywhere(rig.model.source),
+        model_digest=model_files.digest(rig.model.source),
         scheme=settings.get(WEIGHTS, ""),
-        weights_digest=weights.digest(prepared.deployment.variant.source),
+        weights_digest=model_files.digest(prepared.deployment.variant.source),
         engine_version=prepared.installation.version,
         deployment=prepared.deployment.to_data(units=True),
         reference=rig.known_reference(),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from powerband.core.statistics import Interval
 from powerband.core.study import Settings, Trial
 from powerband.errors import InputError
-from powerband.tune.levers import ENGINE, Levers, key
+from powerband.tune.search_space import ENGINE, SearchSpace, key
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
@@ -36,7 +36,7 @@ Expected = Callable[[Settings], Interval | None]
 class Search:
     """Advice, from what was expected and what was found."""
 
-    def __init__(self, levers: Levers, *, expected: Expected = lambda _: None, seed: int = 0) -> None:
+    def __init__(self, levers: SearchSpace, *, expected: Expected = lambda _: None, seed: int = 0) -> None:
         self.levers, self.seed = levers, seed
         self.everything = list(levers)
         self.expected = {key(one): expected(one) for one in self.everything}
