@@ -47,7 +47,7 @@ def recipe(folder: Path, deployment: dict[str, Any], *, ttft_s: float, **promise
     sure = {"value": 1.0, "low": 0.95, "high": 1.0}
     tokens = {"shape": "fixed", "tokens": 16}
     data = {
-        "powerband": "recipe/1", "name": deployment["name"], "says": "", "model": deployment["variant"]["source"],
+        "powerband": "recipe/1", "name": deployment["name"], "summary": "", "model": deployment["variant"]["source"],
         "model_digest": "", "scheme": "", "weights_digest": "", "engine_version": "", "deployment": deployment, "settings": {},
         "promise": {"slo": slo, "rate_per_s": 2.0, "attainment": sure, "in_flight": 4, **promised},
         "workload": {"arrivals": {"process": "poisson", "rate_per_s": 1}, "prompt": tokens, "output": tokens},

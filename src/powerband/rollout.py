@@ -45,7 +45,7 @@ async def rollout(
     model: str | None = None,
     share: float = 0.1,
     requests: int = 100,
-    patience_s: float = 600.0,
+    timeout_s: float = 600.0,
     say: Callable[[str], None] = lambda _: None,
 ) -> Verdict:
     """Try a recipe with a share of the traffic; put it in the place of the old one, or give it up."""
@@ -54,13 +54,13 @@ async def rollout(
     part = dataclasses.replace(next(iter(resolve(new)[0].values())), name=name, replicas=old.replicas)
     if part.recipe == old.recipe:
         part = dataclasses.replace(part, recipe=f"{part.recipe} (new)")
-    kept = {name: getattr(old, name) for name in ("aliases", "fallback", "most_replicas", "warm")}
+    kept = {name: getattr(old, name) for name in ("aliases", "fallback", "max_replicas", "warm")}
     part = dataclasses.replace(part, **kept)
     told = {"do": "try", "model": name, "part": dataclasses.asdict(part), "share": 0.0, "replicas": 1}
     say(f"start {part.recipe} beside {old.recipe}")
     await _order(folder, told)
     reason, answered = await _trial(
-        folder, name, old, part, share=share, requests=requests, patience_s=patience_s, say=say
+        folder, name, old, part, share=share, requests=requests, timeout_s=timeout_s, say=say
     )
     say(f"{'promote' if not reason else 'roll back'} {part.recipe}")
     await _order(folder, {"do": "abandon" if reason else "promote", "model": name})
@@ -90,11 +90,11 @@ async def _trial(
     *,
     share: float,
     requests: int,
-    patience_s: float,
+    timeout_s: float,
     say: Callable[[str], None],
 ) -> tuple[str, int]:
     """Return why the new recipe is given up, or nothing; and how many requests it answered."""
-    until = time.monotonic() + patience_s
+    until = time.monotonic() + timeout_s
     probed = False
     seen = 0
     while time.monotonic() < until:

@@ -179,7 +179,7 @@ async def _hold(
 def _latency(level: Level, rate_per_s: float) -> Check:
     told = [
         f"{one.metric.upper()} {one.percentile} {one.value_s * 1e3:.0f} ms of {one.limit_s * 1e3:.0f}"
-        for one in level.promises
+        for one in level.slo_checks
         if one.value_s is not None
     ]
     said = f"at {level.load}: {', '.join(told) or level.verdict}"
@@ -187,7 +187,7 @@ def _latency(level: Level, rate_per_s: float) -> Check:
         return Check("SLO", "holds", said)
     if inconclusive(level):
         return Check("SLO", "cannot say", "; ".join(one.sentence for one in level.refused))
-    if level.keeps_slo:
+    if level.meets_slo:
         slow = f"answered at {level.achieved_per_s:.3g}/s, and {rate_per_s:.3g}/s is promised" if level.users else ""
         said = f"at {level.load}: {'; '.join(one.sentence for one in level.refused) or slow or level.verdict}"
     return Check("SLO", "broken", said)

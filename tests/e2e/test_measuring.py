@@ -29,7 +29,7 @@ def measure(*words: str) -> None:
     (level,) = outcome.measurement["levels"]
     assert level["requests"] >= 16 and level["attainment"]["value"] >= 0.5
     assert outcome.measurement["startup_s"] > 0.3
-    (tokens,) = [one for one in level["agreements"] if one["what"] == "output tokens"]
+    (tokens,) = [one for one in level["crosschecks"] if one["what"] == "output tokens"]
     assert tokens["client"] == pytest.approx(tokens["engine"], rel=0.05)
     assert "the model's tokenizer" in outcome.measurement["provenance"]["tokens_by"]
 
@@ -56,5 +56,5 @@ def test_llamacpp_and_the_client_agree_on_the_first_token(tmp_path: Path) -> Non
     outcome = faults.bench(
         str(models.smollm2().gguf), "--set", "ctx_size=4096", "--users", "1", "--duration", "10s", workload=SHORT
     )
-    (ttft,) = [one for one in outcome.measurement["levels"][0]["agreements"] if "TTFT" in one["what"]]
+    (ttft,) = [one for one in outcome.measurement["levels"][0]["crosschecks"] if "TTFT" in one["what"]]
     assert ttft["client"] == pytest.approx(ttft["engine"], rel=0.10), "a shared machine; the proof holds it to 3 %"

@@ -38,7 +38,7 @@ def test_the_truth_of_a_golden_server() -> None:
     assert 0 <= errors[-1] <= 0.004, errors
     assert level["latencies"]["tpot"]["percentiles"]["p50"]["value"] == pytest.approx(0.020, abs=0.001)
     assert level["client"]["mean_in_flight"] == pytest.approx(64, rel=0.02)
-    (tokens,) = level["agreements"]
+    (tokens,) = level["crosschecks"]
     assert tokens["client"] == pytest.approx(tokens["engine"], rel=0.02)
 
 

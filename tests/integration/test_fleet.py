@@ -137,7 +137,7 @@ async def test_a_client_cannot_choose_where_it_goes(tmp_path: Path) -> None:
 
 async def test_what_waits_goes_by_class_and_is_refused_when_it_would_be_late(tmp_path: Path) -> None:
     path = fleets.write(
-        tmp_path, models={"golden": {"replicas": 1, "in_flight": 1, "patience_s": 1.2}}, ttft_s=0.3, itl_s=0.001
+        tmp_path, models={"golden": {"replicas": 1, "in_flight": 1, "queue_timeout_s": 1.2}}, ttft_s=0.3, itl_s=0.001
     )
     async with fleets.running(path) as (_, http):
         order: list[str] = []
@@ -176,7 +176,7 @@ async def test_who_gives_up_leaves_the_queue(tmp_path: Path) -> None:
 
 async def test_what_cannot_wait_overflows_to_the_fallback(tmp_path: Path) -> None:
     models: dict[str, dict[str, Any]] = {
-        "golden": {"replicas": 1, "in_flight": 1, "patience_s": 0.2, "fallback": "small"},
+        "golden": {"replicas": 1, "in_flight": 1, "queue_timeout_s": 0.2, "fallback": "small"},
         "small": {"replicas": 1},
     }
     async with fleets.running(fleets.write(tmp_path, models=models, ttft_s=1.0)) as (_, http):
@@ -282,7 +282,7 @@ async def test_a_rollout_promotes_what_is_as_good_and_nothing_else(tmp_path: Pat
                 found.append(await chat(http))
 
         users = [asyncio.create_task(user()) for _ in range(4)]
-        verdict = await rollout.rollout(fleet.folder, tmp_path / "newer.json", share=0.3, requests=20, patience_s=30)
+        verdict = await rollout.rollout(fleet.folder, tmp_path / "newer.json", share=0.3, requests=20, timeout_s=30)
         await asyncio.sleep(0.5)
         stop.set()
         await asyncio.gather(*users)

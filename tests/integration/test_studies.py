@@ -59,14 +59,14 @@ def test_a_killed_study_goes_on_and_ends_in_a_recipe(folder: Path) -> None:
     assert set(recipe.evidence) >= {"study.json", "trials.jsonl", "finals.jsonl"}
     assert "golden" in recipe.command
     page = (folder / "report.html").read_text()
-    assert recipe.says in page and "Everything that was tried" in page
+    assert recipe.summary in page and "Everything that was tried" in page
 
 
 def test_the_page_tells_levers_without_which_nothing_was_kept_or_known(folder: Path) -> None:
     study, recipe = documents.of(Study, folder / "study.json"), documents.of(Recipe, folder / "recipe.yaml")
-    slow = BaselineComparison(name="one core instead of two", settings={}, knee_per_s=None, ratio=None)
+    slow = BaselineComparison(name="one core instead of two", settings={}, max_rate_per_s=None, ratio=None)
     failed = slow.model_copy(update={"name": "one core instead of four", "why": "it died at its start"})
-    page = study_report.page(study, recipe.model_copy(update={"waterfall": (slow, failed)}), [])
+    page = study_report.page(study, recipe.model_copy(update={"ablation": (slow, failed)}), [])
     assert f"{slow.name}</td><td class='bar'></td><td>keeps the SLO at no rate" in page
     assert f"{failed.name}</td><td class='bar'></td><td>it died at its start" in page
 
@@ -137,8 +137,8 @@ async def test_what_would_lead_the_search_passes_the_whole_gate_first(
 
     monkeypatch.setattr(rig, "objection", objection)
     known = study.trials[0]
-    assert known.knee_per_s
-    behind = known.model_copy(update={"knee_per_s": 0.5 * known.knee_per_s})
+    assert known.max_rate_per_s
+    behind = known.model_copy(update={"max_rate_per_s": 0.5 * known.max_rate_per_s})
     found = await rig.attempt(2, known.settings, expected=None, best=behind)
     assert found.outcome == "below the floor" and found.reason == "undecided: too few answers"
     assert asked == [known.settings]
@@ -161,7 +161,7 @@ async def test_a_variant_that_takes_long_to_make_is_not_a_trial_that_takes_long(
     monkeypatch.setattr(rig, "climb", lambda *_, **__: asyncio.sleep(30))
     found = await rig.attempt(1, settings, expected=None, best=None)
     assert found.outcome == "failed" and found.reason.startswith("it did not come to an end")
-    assert found.aside_s >= 1 and found.seconds >= found.aside_s + 0.5
+    assert found.excluded_s >= 1 and found.seconds >= found.excluded_s + 0.5
 
 
 async def test_changed_traffic_is_tuned_for_while_nobody_asks(folder: Path, tmp_path: Path) -> None:

@@ -79,10 +79,10 @@ def test_promises_count_lost_requests_as_broken() -> None:
     made = records(400)
     slo = SLO.model_validate({"ttft": {"p90": 0.3}})
     within = sum(value <= 0.3 for value in metrics.ttft(made))
-    (promise,) = analysis.promises(slo, analysis.samples(made), failed=0)
-    assert promise.share.value == pytest.approx(within / 400) and promise.verdict == "kept"
-    (promise,) = analysis.promises(slo, analysis.samples(made), failed=100)
-    assert promise.share.value == pytest.approx(within / 500) and promise.verdict == "broken"
+    (promise,) = analysis.slo_checks(slo, analysis.samples(made), failed=0)
+    assert promise.share.value == pytest.approx(within / 400) and promise.verdict == "met"
+    (promise,) = analysis.slo_checks(slo, analysis.samples(made), failed=100)
+    assert promise.share.value == pytest.approx(within / 500) and promise.verdict == "missed"
 
 
 def test_goodput_counts_requests_that_keep_every_bound() -> None:
@@ -167,9 +167,9 @@ def test_a_measurement_reads_back_as_itself(tmp_path: Path) -> None:
 
 def held(rate: float, *, keeps: bool, refused: tuple[str, ...] = ()) -> Level:
     share = {"value": 1.0 if keeps else 0.5, "low": 0.5, "high": 1.0}
-    promise = {"metric": "ttft", "percentile": "p95", "limit_s": 1, "value_s": 0.1, "share": share, "verdict": "kept"}
+    promise = {"metric": "ttft", "percentile": "p95", "limit_s": 1, "value_s": 0.1, "share": share, "verdict": "met"}
     verdicts = tuple(Verdict(guard=guard, valid=False, sentence="") for guard in refused)
-    of = {"rate_per_s": rate, "promises": (SLOCheck.model_validate(promise),), "verdicts": verdicts}
+    of = {"rate_per_s": rate, "slo_checks": (SLOCheck.model_validate(promise),), "verdicts": verdicts}
     return level(1, count=20).model_copy(update=of)
 
 
@@ -187,8 +187,8 @@ def test_the_best_load_lies_below_every_load_that_broke() -> None:
 
 
 def test_an_slo_may_want_more_answers_than_the_guard() -> None:
-    assert held(1, keeps=True).keeps_slo
-    assert not held(1, keeps=True).model_copy(update={"answered_enough": False}).keeps_slo
+    assert held(1, keeps=True).meets_slo
+    assert not held(1, keeps=True).model_copy(update={"answered_enough": False}).meets_slo
 
 
 def test_diff_bears_gaps_of_nothing() -> None:

@@ -23,7 +23,7 @@ def recipe(engine: str = "llamacpp", **config: Any) -> Recipe:
     return Recipe.model_validate(
         {
             "name": "smollm2-chat",
-            "says": "it is better",
+            "summary": "it is better",
             "model": "/models/SmolLM2",
             "model_digest": "sha256:0",
             "scheme": "q8_0",

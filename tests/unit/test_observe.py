@@ -57,7 +57,7 @@ def noted(workload: Workload, count: int, *, longer: float = 1.0) -> list[dict[s
 
 
 def part(name: str = "m", recipe: str = "r") -> ModelSpec:
-    return ModelSpec(name=name, data={}, recipe=recipe, replicas=1, in_flight=4, patience_s=1.0)
+    return ModelSpec(name=name, data={}, recipe=recipe, replicas=1, in_flight=4, queue_timeout_s=1.0)
 
 
 def recipe(slo: dict[str, Any], **promised: Any) -> Recipe:
@@ -65,7 +65,7 @@ def recipe(slo: dict[str, Any], **promised: Any) -> Recipe:
     whole = Interval(1.0, 0.98, 1.0)
     promise = Promised(slo=SLO.model_validate(slo), rate_per_s=4.0, attainment=whole, **promised)
     return Recipe(
-        says="",
+        summary="",
         model="",
         model_digest="",
         scheme="bf16",

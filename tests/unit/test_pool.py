@@ -128,7 +128,9 @@ def test_who_waited_too_long_or_gave_up_is_not_sent() -> None:
     found = pool(replicas=1, most=1)
     running = found.enter(RequestProfile(10, 10), 0.0)
     sent(found, 0.0)
-    hasty, gone, last = (found.enter(RequestProfile(10, 10, patience_s=wait), 0.0) for wait in (1.0, 9.0, math.inf))
+    hasty, gone, last = (
+        found.enter(RequestProfile(10, 10, queue_timeout_s=wait), 0.0) for wait in (1.0, 9.0, math.inf)
+    )
     found.leave(gone)
     assert list(found.expired(1.5)) == [hasty] and found.depth == 1
     found.finish(running, 2.0, output_tokens=10)
@@ -171,7 +173,9 @@ def test_nothing_is_lost_whatever_happens(steps: list[tuple[str, int]]) -> None:
         now_s += 0.5
         if what == "enter":
             waiting.append(
-                found.enter(RequestProfile(10 * number + 1, 5, priority=number % 3, patience_s=number + 1.0), now_s)
+                found.enter(
+                    RequestProfile(10 * number + 1, 5, priority=number % 3, queue_timeout_s=number + 1.0), now_s
+                )
             )
         elif what == "finish" and running:
             found.finish(running.pop(number % len(running)), now_s, output_tokens=number)
@@ -203,7 +207,7 @@ def test_prefixes_are_bounded_and_forgotten_with_their_replica() -> None:
 
 
 def part(name: str = "m", **more: Any) -> ModelSpec:
-    usual = {"prompt_tokens": 100.0, "output_tokens": 25.0, "rate_per_s": 1.0, "patience_s": 1.0}
+    usual = {"prompt_tokens": 100.0, "output_tokens": 25.0, "rate_per_s": 1.0, "queue_timeout_s": 1.0}
     return ModelSpec(name, data={}, recipe="r", replicas=1, in_flight=1, **{**usual, **more})
 
 
@@ -248,7 +252,7 @@ async def test_a_tenant_pays_for_what_it_got() -> None:
 
 
 async def test_when_envoy_is_gone_its_places_are_free_again() -> None:
-    desk = RequestScheduler({"m": part(patience_s=50.0)})
+    desk = RequestScheduler({"m": part(queue_timeout_s=50.0)})
     desk.backends({"m": [backend("a")]}, {})
     await desk.pick(body(), case="first", tenant="anybody", headers={})
     second = asyncio.create_task(desk.pick(body(), case="second", tenant="anybody", headers={}))
@@ -259,7 +263,7 @@ async def test_when_envoy_is_gone_its_places_are_free_again() -> None:
 
 
 async def test_who_leaves_the_queue_leaves_no_place_taken() -> None:
-    desk = RequestScheduler({"m": part(patience_s=50.0)})
+    desk = RequestScheduler({"m": part(queue_timeout_s=50.0)})
     desk.backends({"m": [backend("a")]}, {})
     await desk.pick(body(), case="first", tenant="anybody", headers={})
     second = asyncio.create_task(desk.pick(body(), case="second", tenant="anybody", headers={}))

@@ -72,8 +72,8 @@ def study(search: Search, trials: int, value: Callable[[Settings], float] = trut
     found: list[Trial] = []
     while len(found) < trials and (settings := search.next(found)):
         rate = value(settings)
-        outcome = "kept" if rate else "failed"
-        found.append(Trial(number=len(found) + 1, settings=settings, outcome=outcome, knee_per_s=rate, value=rate))
+        outcome = "feasible" if rate else "failed"
+        found.append(Trial(number=len(found) + 1, settings=settings, outcome=outcome, max_rate_per_s=rate, value=rate))
     return found
 
 
@@ -230,7 +230,7 @@ async def test_levers_wait_for_the_promise_and_for_time_that_the_finals_left(
     rig = runner_of(replace(ORDER, engines=("fake",)), tmp_path)
     rig.levers = LEVERS
     best = {"engine": "two", "weights": "int8", "batch": "128"}
-    trial = Trial(number=1, settings=best, outcome="kept", knee_per_s=1.0, value=1.0, seconds=10.0)
+    trial = Trial(number=1, settings=best, outcome="feasible", max_rate_per_s=1.0, value=1.0, seconds=10.0)
     met: list[str] = []
 
     async def contest_of(_: object, phase: str, contenders: list[Contender], rounds: int) -> paired_comparison.Knees:
@@ -248,7 +248,7 @@ async def test_levers_wait_for_the_promise_and_for_time_that_the_finals_left(
     monkeypatch.setattr(validation, "contest_of", contest_of)
     monkeypatch.setattr(validation, "_promise", promise)
     monkeypatch.setattr(rig, "objection", objection)
-    monkeypatch.setattr(recipe, "written", lambda *_, waterfall, **__: waterfall)
+    monkeypatch.setattr(recipe, "written", lambda *_, ablation, **__: ablation)
     study = Study(model=ORDER.model, workload=ORDER.workload, slo=ORDER.slo, trials=(trial,))
     shown = await validation.prove(rig, study, budget_s=200.0)
     assert met == phases
@@ -273,7 +273,7 @@ def level(rate: float, p95: float, *, achieved: float | None = None, limit: floa
         requests=100,
         failed=0,
         achieved_per_s=achieved or rate,
-        promises=(SLOCheck(metric="ttft", percentile="p95", limit_s=limit, value_s=p95, share=share, verdict="kept"),),
+        slo_checks=(SLOCheck(metric="ttft", percentile="p95", limit_s=limit, value_s=p95, share=share, verdict="met"),),
         prompt_tokens_per_s=1,
         output_tokens_per_s=1,
         tokens_per_chunk=1,
@@ -384,7 +384,7 @@ def test_a_study_does_not_go_on_on_another_machine(tmp_path: Path, monkeypatch: 
 def test_a_recipe_is_a_file_that_reads_back() -> None:
     ratio = {"value": 1.5, "low": 1.2, "high": 1.9}
     data = {
-        "says": "better",
+        "summary": "better",
         "model": "m",
         "model_digest": "a",
         "scheme": "q8_0",
@@ -405,7 +405,7 @@ def test_a_recipe_is_a_file_that_reads_back() -> None:
         "validity": {"turns": {"low": 1, "high": 1}},
         "usd_per_h": 0.09,
         "usd_per_1m_tokens": 0.4,
-        "against": [{"name": "d", "settings": {}, "knee_per_s": 1.0, "ratio": ratio}],
+        "baselines": [{"name": "d", "settings": {}, "max_rate_per_s": 1.0, "ratio": ratio}],
         "command": "llama-server",
     }
     recipe = Recipe.model_validate(data)
@@ -420,7 +420,7 @@ def test_a_setting_that_alone_can_have_spoiled_answers_is_not_tried_again() -> N
     search, seen = Search(LEVERS, expected=planned), []
     while settings := search.next(found):
         seen.append(settings)
-        found.append(Trial(number=len(found) + 1, settings=settings, outcome="kept", value=truth(settings)))
+        found.append(Trial(number=len(found) + 1, settings=settings, outcome="feasible", value=truth(settings)))
     assert len(seen) == len(LEVERS) - 2 - 6 and all(one["weights"] != "q4" for one in seen)
 
 
@@ -434,7 +434,11 @@ def test_what_was_only_too_slow_does_not_shift_the_blame() -> None:
         settings = {"engine": "two", "weights": weights, "cache": cache}
         return Trial.model_validate({"number": 1, "settings": settings, "outcome": outcome})
 
-    found = [tried("bf16", "auto", "kept"), tried("int8", "fp8", "below the floor"), tried("bf16", "fp8", "too slow")]
+    found = [
+        tried("bf16", "auto", "feasible"),
+        tried("int8", "fp8", "below the floor"),
+        tried("bf16", "fp8", "too slow"),
+    ]
     assert search.next(found) == {"engine": "two", "weights": "int8", "cache": "auto"}
 
 

@@ -113,7 +113,7 @@ def distribution(sample: Sample) -> Distribution:
     )
 
 
-def promises(slo: SLO, found: dict[str, Sample], *, failed: int) -> tuple[SLOCheck, ...]:
+def slo_checks(slo: SLO, found: dict[str, Sample], *, failed: int) -> tuple[SLOCheck, ...]:
     """Judge each bound of the SLO; a request that failed kept none of them."""
     kept = []
     for metric in metrics.LATENCIES:
@@ -127,7 +127,7 @@ def promises(slo: SLO, found: dict[str, Sample], *, failed: int) -> tuple[SLOChe
             effective = sample.effective(p, limit) / count * (count + lost)
             share = (count - beyond) / (count + lost)
             interval = statistics.wilson(share * effective, effective)
-            verdict = "kept" if interval.low >= p else "broken" if interval.high < p else "undecided"
+            verdict = "met" if interval.low >= p else "missed" if interval.high < p else "undecided"
             supported = statistics.supported(p, count, sample.effective(p))
             kept.append(
                 SLOCheck(

@@ -14,7 +14,7 @@ from powerband.load.prompts import Traffic
 _LEAST_ALONE = 5
 
 
-def agreements(
+def crosschecks(
     records: Records, watch: Monitor, places: list[int], started_ns: int, *, at_end: bool
 ) -> list[CrossCheck]:
     """Set the client's word beside the engine's, between two readings of the engine's counters."""

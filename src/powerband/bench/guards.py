@@ -48,7 +48,7 @@ class Evidence:
     repeats: int
     known_share: float  # of the prompt tokens, by the workload's own words
     gauges: list[Gauges] = field(default_factory=list)
-    agreements: list[CrossCheck] = field(default_factory=list)
+    crosschecks: list[CrossCheck] = field(default_factory=list)
     foreign_cpu_share: float | None = None
     stolen_cpu_share: float = 0.0
     warmup_s: float = 0.0
@@ -157,7 +157,7 @@ def tokens_disagree(evidence: Evidence) -> Finding | None:
     asked = sum(evidence.records["asked"])
     if evidence.workload.ending == "exact" and told > asked * (1 + DISAGREE):
         return f"{asked} tokens were asked for and the server tells of {told}", "the server's usage is wrong; report it"
-    for agreement in evidence.agreements:
+    for agreement in evidence.crosschecks:
         if agreement.what == "output tokens" and agreement.difference > DISAGREE:
             said = f"the client received {agreement.client:.0f} tokens and the engine counts {agreement.engine:.0f}"
             return said, "does somebody else use this server?"

@@ -95,7 +95,7 @@ class Block:
     window_s: float
     client: dict[str, float]
     engine: dict[str, float]
-    agreements: tuple[CrossCheck, ...]
+    crosschecks: tuple[CrossCheck, ...]
     timeline: Timeline
     verdicts: tuple[Verdict, ...]
     early: str | None
@@ -134,7 +134,7 @@ def observe(
     in_flight = _mean_in_flight(records, begin, end)
     places = watch.between(run.started_ns + begin, run.started_ns + end)
     foreign, stolen = watch.foreign_share(places)
-    agreements = crosscheck.agreements(records, watch, places, run.started_ns, at_end=bench.counts_at_end)
+    agreements = crosscheck.crosschecks(records, watch, places, run.started_ns, at_end=bench.counts_at_end)
     evidence = guards.Evidence(
         workload=plan.workload,
         slo=bench.slo,
@@ -152,7 +152,7 @@ def observe(
         repeats=_repeats(traffic, len(records)),
         known_share=crosscheck.known_share(traffic, measured),
         gauges=watch.gauges,
-        agreements=agreements,
+        crosschecks=agreements,
         foreign_cpu_share=foreign,
         stolen_cpu_share=stolen,
         warmup_s=begin_s,
@@ -175,7 +175,7 @@ def observe(
             **({"foreign_cpu_share": foreign} if foreign is not None else {}),
         },
         engine=crosscheck.engine_figures(watch, places, traffic),
-        agreements=tuple(agreements),
+        crosschecks=tuple(agreements),
         timeline=_timeline(steering, watch, run.started_ns),
         verdicts=tuple(guards.judge(evidence)),
         early=steering.early,
@@ -200,7 +200,7 @@ def pool(bench: Bench, blocks: Sequence[Block]) -> Level:
     for block in blocks:
         errors |= {what: errors.get(what, 0) + count for what, count in block.errors.items()}
     found = analysis.samples(measured) if len(measured) else {}
-    promises = analysis.promises(bench.slo, found, failed=failed) if bench.slo and found else ()
+    promises = analysis.slo_checks(bench.slo, found, failed=failed) if bench.slo and found else ()
     attainment = goodput = None
     if bench.slo and found:
         total = len(measured) + failed
@@ -226,7 +226,7 @@ def pool(bench: Bench, blocks: Sequence[Block]) -> Level:
         achieved_per_s=departed / window_s if len(measured) else 0.0,
         attainment=attainment,
         goodput_per_s=goodput,
-        promises=promises,
+        slo_checks=promises,
         answered_enough=bench.slo is None or failed <= (1 - bench.slo.success) * (len(measured) + failed),
         prompt_tokens_per_s=sum(measured["prompt"]) / window_s,
         output_tokens_per_s=output_per_s,
@@ -238,7 +238,7 @@ def pool(bench: Bench, blocks: Sequence[Block]) -> Level:
             **last.client,
         },
         engine=last.engine,
-        agreements=last.agreements,
+        crosschecks=last.crosschecks,
         timeline=last.timeline,
         verdicts=tuple(verdicts),
         stopped_early=last.early,

@@ -181,8 +181,8 @@ def _beyond(level: Level) -> float:
 
     A level that was stopped early has too few answers to tell a percentile, and enough to tell how late they are.
     """
-    found = [0.0] if not level.promises else []
-    for one in level.promises:
+    found = [0.0] if not level.slo_checks else []
+    for one in level.slo_checks:
         place = bisect_left(GRID, float(one.percentile[1:]) / 100)
         found.append(math.log(max(level.latencies[one.metric].grid[place], 1e-6) / one.limit_s))
     return min(max(found), _FAR)
@@ -199,7 +199,7 @@ def inconclusive(level: Level) -> bool:
 
 def meets_slo(level: Level) -> bool:
     """Tell whether a level held and may be believed; too much load is an answer here, not a fault."""
-    return level.keeps_slo and level.valid and not level.stopped_early
+    return level.meets_slo and level.valid and not level.stopped_early
 
 
 def sustains(level: Level, rate_per_s: float) -> bool:

@@ -35,7 +35,7 @@ def rollout(
             model=model,
             share=share,
             requests=requests,
-            patience_s=inputs.seconds(patience),
+            timeout_s=inputs.seconds(patience),
             say=lambda said: None if json else console.print(said),
         )
     )

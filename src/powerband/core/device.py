@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from powerband.core.document import Document, Value
 from powerband.core.units import Bytes
 
-Maker = Literal["nvidia", "amd", "apple", "cpu"]
+Vendor = Literal["nvidia", "amd", "apple", "cpu"]
 
 
 def _text(value: object) -> object:
@@ -28,8 +28,9 @@ class Device(Document):
     """What one device can hold, move and compute, by its maker's word; of a CPU host, the whole socket or instance."""
 
     kind: ClassVar[str] = "device"
+    renamed_keys = {"maker": "vendor", "reports_as": "driver_names"}
 
-    maker: Maker
+    vendor: Vendor
     memory: Bytes = Field(description="what its driver reports, not what the label says")
     bandwidth: Bytes = Field(description="of its memory, per second")
     tflops: dict[str, float] = Field(description="dense, by number format, in 1e12 operations per second")
@@ -37,7 +38,7 @@ class Device(Document):
     node: int = Field(default=8, ge=1, description="devices that such links join")
     watts: float
     price: Price
-    reports_as: tuple[str, ...] = Field(default=(), description="how its driver names it")
+    driver_names: tuple[str, ...] = Field(default=(), description="how its driver names it")
     sources: dict[str, str] = Field(default_factory=dict, description="where each fact was read")
 
     def flops(self, number_format: str) -> float:
@@ -52,7 +53,7 @@ class Device(Document):
     @property
     def engines(self) -> tuple[str, ...]:
         """Return the engines that run on it."""
-        return ("llamacpp",) if self.maker == "apple" else ("vllm", "llamacpp")
+        return ("llamacpp",) if self.vendor == "apple" else ("vllm", "llamacpp")
 
 
 class Machines(Value):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from powerband.core import yaml12
@@ -20,6 +21,14 @@ class Value(BaseModel):
     """A frozen value that refuses keys it does not know."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, defer_build=True)
+    renamed_keys: ClassVar[Mapping[str, str]] = {}  # old to new: files of earlier versions stay readable
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_renamed_keys(cls, data: Any) -> Any:
+        if cls.renamed_keys and isinstance(data, dict):
+            return {cls.renamed_keys.get(key, key): value for key, value in data.items()}
+        return data
 
 
 class Document(Value):

@@ -16,12 +16,16 @@ CLASSES: tuple[Class, ...] = ("high", "normal", "low")
 class Served(Value):
     """One recipe, or deployment, of a fleet."""
 
+    renamed_keys = {"most_replicas": "max_replicas", "patience_s": "queue_timeout_s"}
+
     recipe: str = Field(description="path of a recipe.yaml or a deployment.yaml, from the fleet's file")
     replicas: int = Field(default=1, ge=0)
-    most_replicas: int | None = Field(default=None, ge=1, description="scale up to so many; none: a fixed number")
+    max_replicas: int | None = Field(default=None, ge=1, description="scale up to so many; none: a fixed number")
     warm: int = Field(default=0, ge=0, description="beside these: started, asked nothing until one is missing")
     in_flight: int | None = Field(default=None, ge=1, description="per replica; none: what the recipe proved")
-    patience_s: float | None = Field(default=None, gt=0, description="longest wait for a first token; none: the SLO's")
+    queue_timeout_s: float | None = Field(
+        default=None, gt=0, description="longest wait for a first token; none: the SLO's"
+    )
     aliases: tuple[str, ...] = ()
     adapters: tuple[str, ...] = Field(default=(), description="LoRA adapters of the deployment, asked for by name")
     routing: Routing = Field(default="prefix", description="round-robin is there to compare with")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from powerband.core.document import Document, Value
 from powerband.core.slo import SLO
@@ -13,6 +13,7 @@ from powerband.core.workload import Workload
 
 # Where the quantile function of a distribution is kept, so that two measurements can be compared from their files.
 GRID = (0.0, *(number / 100 for number in range(1, 100)), 0.995, 0.999, 1.0)
+_RENAMED_VERDICTS = {"kept": "met", "broken": "missed"}
 
 
 class Distribution(Value):
@@ -34,7 +35,9 @@ class SLOCheck(Value):
     limit_s: float
     value_s: float | None = Field(description="the measured percentile; None: the sample cannot support it")
     share: Interval = Field(description="share of requests, or of gaps, within the bound; Wilson's interval")
-    verdict: Literal["kept", "broken", "undecided"]
+    verdict: Annotated[
+        Literal["met", "missed", "undecided"], BeforeValidator(lambda value: _RENAMED_VERDICTS.get(value, value))
+    ]
 
 
 class Verdict(Value):
@@ -79,6 +82,8 @@ def spoken(users: int | None, rate_per_s: float) -> str:
 class Level(Value):
     """One load, held steady and measured."""
 
+    renamed_keys = {"promises": "slo_checks", "agreements": "crosschecks"}
+
     rate_per_s: float | None = None
     users: int | None = None
     seeds: tuple[int, ...]
@@ -90,7 +95,7 @@ class Level(Value):
     achieved_per_s: float
     goodput_per_s: Interval | None = None
     attainment: Interval | None = None
-    promises: tuple[SLOCheck, ...] = ()
+    slo_checks: tuple[SLOCheck, ...] = ()
     answered_enough: bool = Field(default=True, description="as many were answered in full as the SLO wants")
     prompt_tokens_per_s: float
     output_tokens_per_s: float
@@ -102,7 +107,7 @@ class Level(Value):
     )
     client: dict[str, float]
     engine: dict[str, float] = Field(default_factory=dict)
-    agreements: tuple[CrossCheck, ...] = ()
+    crosschecks: tuple[CrossCheck, ...] = ()
     timeline: Timeline
     verdicts: tuple[Verdict, ...]
     stopped_early: str | None = None
@@ -119,12 +124,12 @@ class Level(Value):
         return not self.refused
 
     @property
-    def keeps_slo(self) -> bool:
+    def meets_slo(self) -> bool:
         """Tell whether every bound was kept, by the figure itself; the interval says how sure that is."""
         return (
             self.answered_enough
-            and bool(self.promises)
-            and all(promise.share.value >= float(promise.percentile[1:]) / 100 for promise in self.promises)
+            and bool(self.slo_checks)
+            and all(promise.share.value >= float(promise.percentile[1:]) / 100 for promise in self.slo_checks)
         )
 
     @property
@@ -134,9 +139,9 @@ class Level(Value):
             return f"stopped: {self.stopped_early}"
         if self.refused:
             return f"invalid: {', '.join(one.guard for one in self.refused)}"
-        if not self.promises:
+        if not self.slo_checks:
             return "valid"
-        return "keeps the SLO" if self.keeps_slo else "breaks the SLO"
+        return "keeps the SLO" if self.meets_slo else "breaks the SLO"
 
     @property
     def load(self) -> str:

@@ -28,6 +28,8 @@ class Memory(Value):
 class Candidate(Value):
     """One way to serve, and what it is predicted to do. Intervals hold 80 %."""
 
+    renamed_keys = {"bound_by": "limited_by"}
+
     device: str
     devices: int = Field(description="of one replica")
     engine: str
@@ -44,7 +46,7 @@ class Candidate(Value):
     usd_per_1m_input: float
     usd_per_1m_output: float
     usd_per_1m_tokens: Interval = Field(description="input and output together")
-    bound_by: str = ""
+    limited_by: str = ""
     known: str = Field(default="", description="what its prediction rests on")
     priced: str = Field(default="", description="where its price comes from, and when")
     deployment: dict[str, Any] = Field(default_factory=dict)

@@ -47,9 +47,11 @@ class Promised(Value):
 class BaselineComparison(Value):
     """How the recipe's knee compares with another's, measured in turns on the same requests."""
 
+    renamed_keys = {"knee_per_s": "max_rate_per_s"}
+
     name: str
     settings: Settings
-    knee_per_s: float | None = Field(description="None: it kept the SLO at no rate, or was not measured")
+    max_rate_per_s: float | None = Field(description="None: it kept the SLO at no rate, or was not measured")
     why: str = Field(default="", description="why it was not measured")
     ratio: Interval | None = Field(description="the recipe's over this one's")
 
@@ -58,8 +60,9 @@ class Recipe(Document):
     """The answer of `tune`."""
 
     kind: ClassVar[str] = "recipe"
+    renamed_keys = {"says": "summary", "against": "baselines", "waterfall": "ablation"}
 
-    says: str = Field(description="the answer in a sentence")
+    summary: str = Field(description="the answer in a sentence")
     model: str = Field(description="path of the published weights")
     model_digest: str = Field(description="SHA-256 of them")
     scheme: str = Field(description="the number format that won")
@@ -73,8 +76,8 @@ class Recipe(Document):
     validity: dict[str, Range] = Field(description="of the traffic in which it was proven")
     usd_per_h: float
     usd_per_1m_tokens: float
-    against: tuple[BaselineComparison, ...] = Field(default=(), description="each engine's defaults")
-    waterfall: tuple[BaselineComparison, ...] = Field(
+    baselines: tuple[BaselineComparison, ...] = Field(default=(), description="each engine's defaults")
+    ablation: tuple[BaselineComparison, ...] = Field(
         default=(), description="the recipe with one lever turned back each"
     )
     command: str = Field(description="starts the same engine without Powerband")

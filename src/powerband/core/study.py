@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from powerband.core.document import Document, Value
 from powerband.core.quality import QualityFloor
@@ -17,17 +17,20 @@ from powerband.core.workload import Workload
 Settings = dict[str, str]  # of every lever; the engine and the scheme are levers too
 
 # What can become of a trial. Only one that kept both promises may win.
-Outcome = Literal["kept", "too slow", "below the floor", "failed", "ruled out"]
+Outcome = Literal["feasible", "too slow", "below the floor", "failed", "ruled out"]
+_RENAMED_OUTCOMES = {"kept": "feasible"}
 
 
 class Trial(Value):
     """One deployment tried, or ruled out before it was started, and why."""
 
+    renamed_keys = {"knee_per_s": "max_rate_per_s", "aside_s": "excluded_s"}
+
     number: int
     settings: Settings
-    outcome: Outcome
+    outcome: Annotated[Outcome, BeforeValidator(lambda value: _RENAMED_OUTCOMES.get(value, value))]
     reason: str = ""
-    knee_per_s: float | None = Field(default=None, description="requests per second at which the SLO just holds")
+    max_rate_per_s: float | None = Field(default=None, description="requests per second at which the SLO just holds")
     value: float = Field(default=0.0, description="of the objective; nothing where a promise was broken")
     expected_per_s: Interval | None = Field(default=None, description="what the plan expects; holds 80 %")
     quality: str = Field(default="", description="what the cheap gate said")
@@ -35,13 +38,13 @@ class Trial(Value):
     kl: float | None = Field(default=None, description="mean divergence from the reference, by the cheap gate")
     latencies_s: dict[str, float] = Field(default_factory=dict, description="at the highest load that held, in words")
     seconds: float = 0.0
-    aside_s: float = Field(default=0.0, description="of these: to make the variant, and to ask the gate")
+    excluded_s: float = Field(default=0.0, description="of these: to make the variant, and to ask the gate")
     evidence: str = Field(default="", description="the folder of its measurement, in that of the study")
 
 
 def best(trials: Iterable[Trial]) -> Trial | None:
     """Return the trial with the highest value among those that keep both promises."""
-    return max((one for one in trials if one.outcome == "kept"), key=lambda one: one.value, default=None)
+    return max((one for one in trials if one.outcome == "feasible"), key=lambda one: one.value, default=None)
 
 
 class SpeculationResult(Value):
@@ -78,4 +81,4 @@ class Study(Document):
 
 def usual_s(trials: Sequence[Trial]) -> float:
     """Return how long it takes to start a deployment that works and to find its knee; 0 where none has."""
-    return statistics.median([one.seconds - one.aside_s for one in trials if one.outcome == "kept"] or [0.0])
+    return statistics.median([one.seconds - one.excluded_s for one in trials if one.outcome == "feasible"] or [0.0])

@@ -7,4 +7,4 @@ from powerband.core.recipe import Recipe
 
 def files(recipe: Recipe) -> dict[str, str]:
     """Return a shell script."""
-    return {"serve.sh": f"#!/bin/sh\n# {recipe.says}\nexec env {recipe.command}\n"}
+    return {"serve.sh": f"#!/bin/sh\n# {recipe.summary}\nexec env {recipe.command}\n"}

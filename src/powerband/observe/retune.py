@@ -31,7 +31,7 @@ class RetunePolicy:
     idle_s: float = 60.0  # without a request, before the machine is taken for idle
     share: float = 0.1  # of the requests that the new recipe gets on trial
     requests: int = 100  # that it must answer no worse
-    patience_s: float = 86_400.0  # until these have come
+    timeout_s: float = 86_400.0  # until these have come
 
 
 def enough(found: Observation) -> list[Note]:
@@ -60,7 +60,7 @@ async def retune(
         slo=recipe.promise.slo,
         floor=recipe.promise.quality,
         tasks=exams(recipe),
-        engines=tuple({one.settings["engine"]: None for one in recipe.against}) or (recipe.deployment["engine"],),
+        engines=tuple({one.settings["engine"]: None for one in recipe.baselines}) or (recipe.deployment["engine"],),
         budget_s=terms.budget_s,
         usd_per_h=recipe.usd_per_h,
         base=study,
@@ -73,7 +73,7 @@ async def retune(
         model=model,
         share=terms.share,
         requests=terms.requests,
-        patience_s=terms.patience_s,
+        timeout_s=terms.timeout_s,
         say=say,
     )
 

@@ -171,7 +171,7 @@ def coefficients(calibrated: Sequence[Coefficients] = ()) -> list[Coefficients]:
 def fitted(known: Iterable[Coefficients], engine: str, on: Device, scheme: str | None) -> Coefficients:
     """Return the coefficients for an engine on a device: for its very name and scheme, else for what is nearest."""
     mine = [one for one in known if one.engine == engine]
-    for key in (on.name, on.maker):
+    for key in (on.name, on.vendor):
         near = [one for one in mine if key in one.devices]
         near.sort(key=lambda one: (one.scheme != scheme, one.scheme is not None))
         if near and key == on.name:
@@ -266,7 +266,7 @@ def _candidate(one: Fitting, predicted: predict.Prediction, requests: Requests, 
         usd_per_1m_input=per_request * flow.prefill_share / lengths.prompt * 1e6,
         usd_per_1m_output=per_request * (1 - flow.prefill_share) / lengths.output * 1e6,
         usd_per_1m_tokens=Interval(cost(rate), cost(goodput.high), cost(goodput.low)),
-        bound_by=flow.bound_by,
+        limited_by=flow.limited_by,
         known=own.source or own.name or "",
         priced=option.offer.priced,
         deployment=option.deployment(),

@@ -17,7 +17,7 @@ def this_machine(host: Host, devices: list[Device]) -> tuple[Device, int]:
     if host.gpus:
         name = host.gpus[0].name
         for one in devices:
-            if name in one.reports_as:
+            if name in one.driver_names:
                 alike = sum(gpu.name == name for gpu in host.gpus)
                 return one.model_copy(update={"memory": min(gpu.memory_bytes for gpu in host.gpus)}), alike
     cores = len(host.cores)
@@ -26,7 +26,7 @@ def this_machine(host: Host, devices: list[Device]) -> tuple[Device, int]:
     device = Device(
         name=NAME,
         description=host.cpu_name,
-        maker="cpu",
+        vendor="cpu",
         memory=host.available_bytes,
         bandwidth=min(cores * _CORE_BANDWIDTH, _MOST_BANDWIDTH),
         tflops={"bf16": cores * best / 1e3, "int8": 2 * cores * best / 1e3},

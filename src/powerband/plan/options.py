@@ -159,7 +159,7 @@ def _fit(
 ) -> Option | Rejection:
     device, shape = offer.device, model.shape
     assert shape is not None
-    on_cpu = device.maker == "cpu"
+    on_cpu = device.vendor == "cpu"
     steps = Steps(shape, scheme, split, kv_bytes=scheduling.kv_formats[kv_format])
     context = lengths.longest
     choice = EngineSettings(
@@ -222,7 +222,7 @@ def host_of(device: Device, count: int) -> Host:
     """Return a machine with so many of a device, as the adapters know machines."""
     gpus = (
         ()
-        if device.maker == "cpu"
+        if device.vendor == "cpu"
         else tuple(
             Gpu(index=number, name=device.name or "", memory_bytes=device.memory, free_bytes=device.memory, driver="")
             for number in range(count)

@@ -41,7 +41,7 @@ class Fluid:
     rate_per_s: float
     answer_s: float
     prefill_share: float  # of the time
-    bound_by: str
+    limited_by: str
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def fluid(on: Server, lengths: Lengths, slo: SLO) -> Fluid:
         rate_per_s=high / (lengths.output * found.tpot_s),
         answer_s=lengths.output * found.tpot_s,
         prefill_share=1 - found.writing_s / on.limits.tokens_per_step / found.tpot_s,
-        bound_by=bound,
+        limited_by=bound,
     )
 
 

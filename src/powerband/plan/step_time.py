@@ -48,7 +48,7 @@ class StepTimes:
         c, sparse = coefficients, steps.shape.experts > 0
         self._read_weights = device.bandwidth * c.bandwidth * (c.experts_bandwidth if sparse else 1)
         # A CPU widens narrow keys and values before it multiplies: they save room there, and no time.
-        widening = min(1.0, steps.kv_bytes / _WIDE) if device.maker == "cpu" else 1.0
+        widening = min(1.0, steps.kv_bytes / _WIDE) if device.vendor == "cpu" else 1.0
         self._read_kv = device.bandwidth * coefficients.kv_bandwidth * widening
         number_format = steps.scheme.multiplies_in(device.tflops)
         reached = c.compute_in.get(number_format, c.compute) * (c.experts if sparse else 1)

@@ -61,7 +61,7 @@ def _latencies(level: Level) -> Table:
         if beside := level.expected.get(metric):
             cells = [format.ranged(beside[name]) if name in beside else "-" for name in names]
             table.add_row("  planned", "", *cells, style="dim")
-    for promise in level.promises:
+    for promise in level.slo_checks:
         kept = f"{promise.metric.upper()} {promise.percentile} < {format.seconds(promise.limit_s)}"
         table.caption = (f"{table.caption}\n" if table.caption else "") + (
             f"{kept}: {format.share(promise.share)} within, {promise.verdict}"

@@ -54,7 +54,9 @@ def _verdict(found: Measurement) -> tuple[str, str, str]:
     cut = " Interrupted: this is what was measured until then." if found.interrupted else ""
     if found.best is not None and found.valid:
         level = found.levels[found.best]
-        doubt = "" if all(one.verdict == "kept" for one in level.promises) else " (by the figure; its interval touches)"
+        doubt = (
+            "" if all(one.verdict == "met" for one in level.slo_checks) else " (by the figure; its interval touches)"
+        )
         said = (
             f"{level.load} is the highest load measured that keeps the SLO{doubt}."
             if found.profile != "level"
@@ -236,7 +238,7 @@ def _percentiles(level: Level) -> str:
     promises = "".join(
         f"<p>{one.metric.upper()} {one.percentile} below {format.seconds(one.limit_s)}: "
         f"{format.share(one.share)} within: <b class='{_css(one.verdict)}'>{one.verdict}</b></p>"
-        for one in level.promises
+        for one in level.slo_checks
     )
     told = "<p class='quiet'>95 % intervals in brackets; a percentile that the sample cannot support is not shown."
     told += " What was planned for this rate has 80 % intervals.</p>" if level.expected else "</p>"
@@ -282,7 +284,7 @@ def _guards(level: Level) -> str:
 def _agreements(level: Level) -> str:
     rows = [
         [escape(one.what), format.number(one.client), format.number(one.engine), f"{one.difference:.1%}"]
-        for one in level.agreements
+        for one in level.crosschecks
     ]
     figures = [
         [escape(name.replace("_", " ")), format.number(value)]
@@ -310,7 +312,7 @@ def _provenance(found: Measurement) -> str:
 
 
 def _css(verdict: str) -> str:
-    return {"kept": "good", "broken": "bad"}.get(verdict, "unsure")
+    return {"met": "good", "missed": "bad"}.get(verdict, "unsure")
 
 
 def bars(caption: str, shown: Iterable[tuple[str, Interval | None, str]]) -> str:

@@ -97,7 +97,7 @@ def _why(found: Plan) -> Iterator[RenderableType]:
             (f"{one.device} {one.engine} {one.scheme} {one.kv_format} {one.split}: ", "bold"),
             f"each device of {about_bytes(memory.device)} holds {about_bytes(memory.weights)} of weights and has "
             f"{about_bytes(memory.kv_cache)} for the KV cache, room for {memory.sequences} such requests; held back by "
-            f"{one.bound_by}. The times rest on {one.known}; the price is {one.priced}.",
+            f"{one.limited_by}. The times rest on {one.known}; the price is {one.priced}.",
         )
     for rejected in found.rejections:
         yield Text.assemble(

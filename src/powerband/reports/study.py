@@ -16,32 +16,32 @@ from powerband.reports import format, html
 from powerband.reports.svg import Chart
 
 _STYLES = {
-    "kept": "green",
+    "feasible": "green",
     "too slow": "yellow",
     "below the floor": "bold red",
     "failed": "red",
     "ruled out": "dim",
 }
-_CSS = {"kept": "good", "too slow": "unsure", "below the floor": "bad", "failed": "bad", "ruled out": "quiet"}
+_CSS = {"feasible": "good", "too slow": "unsure", "below the floor": "bad", "failed": "bad", "ruled out": "quiet"}
 _COLOURS = ("first", "second", "third", "fourth")
 
 
 def tables(study: Study, recipe: Recipe) -> Iterator[RenderableType]:
     """Return what was tried, the answer, and what each lever brought."""
     yield trials(study.trials)
-    if recipe.waterfall:
+    if recipe.ablation:
         yield Text("\nwhat each lever brought: the recipe's load over that without it", "bold")
-        for one in recipe.waterfall:
+        for one in recipe.ablation:
             yield Text(f"  {one.name:44} {_ratio(one)}")
-    for one in recipe.against:
+    for one in recipe.baselines:
         yield Text(f"  {'over ' + one.name:44} {_ratio(one)}")
     yield Text.assemble(("\nrecipe: ", "bold"), _sentence(recipe))
-    yield Text(recipe.says, "green")
+    yield Text(recipe.summary, "green")
 
 
 def line(trial: Trial) -> Text:
     """Return a trial in one line."""
-    rate = f"{format.number(trial.knee_per_s)}/s" if trial.knee_per_s else ""
+    rate = f"{format.number(trial.max_rate_per_s)}/s" if trial.max_rate_per_s else ""
     told = Text.assemble(f"{trial.number:4}  ", (f"{trial.outcome:16}", _STYLES[trial.outcome]), f"{rate:>8}  ")
     return told.append(" ".join(trial.settings.values())).append(f"  {trial.reason}", "dim")
 
@@ -59,7 +59,7 @@ def trials(found: Sequence[Trial], *, most: int | None = None) -> Table:
         table.add_row(
             str(one.number),
             Text(one.outcome, _STYLES[one.outcome]),
-            f"{format.number(one.knee_per_s)}/s" if one.knee_per_s else "",
+            f"{format.number(one.max_rate_per_s)}/s" if one.max_rate_per_s else "",
             f"{format.number(expected.value)}/s" if expected else "",
             " ".join(one.settings.values()),
             one.reason[:80],
@@ -70,7 +70,7 @@ def trials(found: Sequence[Trial], *, most: int | None = None) -> Table:
 
 def _ratio(one: BaselineComparison) -> str:
     if one.ratio is None:
-        return one.why or ("keeps the SLO at no rate" if one.knee_per_s is None else "")
+        return one.why or ("keeps the SLO at no rate" if one.max_rate_per_s is None else "")
     return f"{one.ratio.value:.2f} [{one.ratio.low:.2f}, {one.ratio.high:.2f}]"
 
 
@@ -91,7 +91,7 @@ def page(study: Study, recipe: Recipe, blocks: Sequence[Mapping[str, Any]]) -> s
     """Return the study as one self-contained page; `blocks` are the notes of the finals."""
     title = f"Recipe for {study.name}"
     head = f"<header><h1>{escape(title)}</h1><p>{escape(_sentence(recipe))}.</p>"
-    head += f"<p class='banner good'><b>Proven.</b> {escape(recipe.says)}.</p></header>"
+    head += f"<p class='banner good'><b>Proven.</b> {escape(recipe.summary)}.</p></header>"
     charts = [_pareto(study), _waterfall(recipe), *_against_load(recipe, blocks)]
     parts = [
         head,
@@ -124,7 +124,7 @@ def _pareto(study: Study) -> str:
     for name, css in (("keeps both promises", _COLOURS[0]), ("does not", _COLOURS[1])):
         chart.legend.append((name, css))
     for one in points:
-        css = _COLOURS[0] if one.outcome == "kept" else _COLOURS[1]
+        css = _COLOURS[0] if one.outcome == "feasible" else _COLOURS[1]
         said = f"{', '.join(one.settings.values())}: {one.outcome} {one.reason}"
         chart.dots([(one.kl or 0.0, one.value, one.value, one.value, said)], css)
     if limit:
@@ -134,7 +134,7 @@ def _pareto(study: Study) -> str:
 
 def _waterfall(recipe: Recipe) -> str:
     """How many times the load without it each lever makes of it."""
-    shown = [(one.name, one.ratio, _ratio(one)) for one in recipe.waterfall]
+    shown = [(one.name, one.ratio, _ratio(one)) for one in recipe.ablation]
     return html.bars("What each lever brought: times the load without it", shown) if shown else ""
 
 
@@ -163,12 +163,12 @@ def _against_load(recipe: Recipe, blocks: Sequence[Mapping[str, Any]]) -> Iterat
 
 def _defaults(recipe: Recipe) -> str:
     def known(one: BaselineComparison) -> str:
-        if one.knee_per_s:
-            return f"{format.number(one.knee_per_s)}/s"
+        if one.max_rate_per_s:
+            return f"{format.number(one.max_rate_per_s)}/s"
         return "not measured" if one.why else "at no rate"
 
-    rows = [[escape(one.name), known(one), escape(_ratio(one))] for one in recipe.against]
-    heads = ["against", "keeps the SLO up to", "the recipe carries so many times that"]
+    rows = [[escape(one.name), known(one), escape(_ratio(one))] for one in recipe.baselines]
+    heads = ["baselines", "keeps the SLO up to", "the recipe carries so many times that"]
     return (
         f"<section><h2>Against the engines as they come</h2>{html.table(heads, rows, css='left')}</section>"
         if rows
@@ -180,7 +180,7 @@ def _tried(study: Study) -> str:
     rows = []
     for one in sorted(study.trials, key=lambda trial: -trial.value):
         expected = f"{format.number(one.expected_per_s.value)}/s" if one.expected_per_s else ""
-        rate = f"{format.number(one.knee_per_s)}/s" if one.knee_per_s else ""
+        rate = f"{format.number(one.max_rate_per_s)}/s" if one.max_rate_per_s else ""
         rows.append([str(one.number), f"<b class='{_CSS[one.outcome]}'>{one.outcome}</b>", rate, expected,
                      escape(_short(one.settings)), escape(one.reason), f"{one.seconds:.0f} s"])  # fmt: skip
     heads = ["", "outcome", "knee", "expected", "settings", "why", ""]
@@ -214,7 +214,7 @@ def _region(recipe: Recipe) -> str:
     return f"<section><h2>Where it was proven</h2>{html.table(['of the traffic', ''], rows, css='left')}</section>"
 
 
-_UNTOLD = ("name", "says", "evidence", "provenance", "command", "waterfall", "against")
+_UNTOLD = ("name", "summary", "evidence", "provenance", "command", "ablation", "baselines")
 
 
 def differences(one: Recipe, other: Recipe) -> dict[str, tuple[Any, Any]]:

@@ -33,7 +33,7 @@ class ModelSpec:
     recipe: str
     replicas: int
     in_flight: int
-    patience_s: float
+    queue_timeout_s: float
     prompt_tokens: float = 200.0  # of a usual request
     output_tokens: float = 100.0
     rate_per_s: float | None = None
@@ -43,7 +43,7 @@ class ModelSpec:
     adapters: tuple[str, ...] = ()
     routing: Routing = "prefix"
     fallback: str = ""
-    most_replicas: int | None = None
+    max_replicas: int | None = None
     warm: int = 0  # replicas that are started and asked nothing
     start_s: float = 10.0
     ttft_s: float | None = None  # that is promised
@@ -59,13 +59,13 @@ class ModelSpec:
     @property
     def scales(self) -> bool:
         """Tell whether the number of replicas follows the traffic."""
-        return self.most_replicas is not None
+        return self.max_replicas is not None
 
     def policy(self) -> ScalingPolicy:
         """Return how it scales."""
-        assert self.most_replicas is not None
+        assert self.max_replicas is not None
         rate = self.rate_per_s or self.in_flight / 2
-        return ScalingPolicy(rate, self.in_flight, self.start_s, least=self.replicas, most=self.most_replicas)
+        return ScalingPolicy(rate, self.in_flight, self.start_s, least=self.replicas, most=self.max_replicas)
 
     @classmethod
     def of(cls, data: dict[str, Any]) -> ModelSpec:
@@ -147,7 +147,7 @@ def _part(name: str, served: Served, path: Path) -> ModelSpec:
     if prepared.engine.attaches:
         raise InputError(f"{path} is a server that somebody else runs", hint="serve a deployment of vllm or llamacpp")
     at_once = prepared.engine.at_once(prepared.deployment, model=prepared.model, host=prepared.host)
-    in_flight, patience_s = proven.pop("in_flight", None) or at_once, proven.pop("patience_s", _PATIENCE_S)
+    in_flight, queue_timeout_s = proven.pop("in_flight", None) or at_once, proven.pop("queue_timeout_s", _PATIENCE_S)
     return ModelSpec(
         name=name or prepared.deployment.served_name,
         data=prepared.deployment.to_data(),
@@ -155,12 +155,12 @@ def _part(name: str, served: Served, path: Path) -> ModelSpec:
         path=str(path.resolve()),
         replicas=served.replicas,
         in_flight=served.in_flight or min(at_once, in_flight),
-        patience_s=served.patience_s or patience_s,
+        queue_timeout_s=served.queue_timeout_s or queue_timeout_s,
         aliases=served.aliases,
         adapters=served.adapters,
         routing=served.routing,
         fallback=served.fallback,
-        most_replicas=served.most_replicas,
+        max_replicas=served.max_replicas,
         warm=served.warm,
         weights_bytes=prepared.footprint.weights_bytes,
         kv_bytes=prepared.footprint.kv_bytes,
@@ -176,7 +176,7 @@ def _proven(recipe: Recipe) -> dict[str, Any]:
         "usd_per_h": recipe.usd_per_h,
         "usd_per_1m_tokens": recipe.usd_per_1m_tokens,
         "in_flight": recipe.promise.in_flight,
-        "patience_s": _OF_THE_SLO * min(waits) if waits else _PATIENCE_S,
+        "queue_timeout_s": _OF_THE_SLO * min(waits) if waits else _PATIENCE_S,
         "ttft_s": min(waits, default=None),
     }
     for name in ("prompt_tokens", "output_tokens"):

@@ -121,8 +121,8 @@ async def _search(
         rival = best(trials) if rig.levers.turned(settings) else None  # what all is compared with is measured whole
         # Until it is tried it counts as tried and worth nothing, so that nobody else begins with the same.
         about = Trial(number=number, settings=settings, outcome="ruled out", expected_per_s=expected)
-        if expected and rival and rival.knee_per_s and expected.high < rival.knee_per_s:
-            reason = f"the plan expects at most {expected.high:.3g}/s, and {rival.knee_per_s:.3g}/s were found"
+        if expected and rival and rival.max_rate_per_s and expected.high < rival.max_rate_per_s:
+            reason = f"the plan expects at most {expected.high:.3g}/s, and {rival.max_rate_per_s:.3g}/s were found"
             note(about.model_copy(update={"reason": reason}))
             return True
         listener.on_try(number, settings)

@@ -35,9 +35,9 @@ def written(
     proof: Proof,
     *,
     settings: Settings,
-    says: str,
-    against: tuple[BaselineComparison, ...],
-    waterfall: tuple[BaselineComparison, ...],
+    summary: str,
+    baselines: tuple[BaselineComparison, ...],
+    ablation: tuple[BaselineComparison, ...],
 ) -> Recipe:
     """Return the recipe."""
     prepared, rate, level = proof.prepared, proof.rate_per_s, proof.level
@@ -57,7 +57,7 @@ def written(
     command = prepared.command(_PORT)
     return Recipe(
         name=study.name,
-        says=says,
+        summary=summary,
         model=model_files.anywhere(rig.model.source),
         model_digest=model_files.digest(rig.model.source),
         scheme=settings.get(WEIGHTS, ""),
@@ -80,8 +80,8 @@ def written(
         validity=_validity(traffic, rate),
         usd_per_h=rig.usd_per_h,
         usd_per_1m_tokens=rig.usd_per_h / 3600 / rate / per_request * 1e6,
-        against=against,
-        waterfall=waterfall,
+        baselines=baselines,
+        ablation=ablation,
         command=local.paste(command) if command else "",
         evidence=_evidence(rig.folder),
         provenance={

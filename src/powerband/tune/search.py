@@ -128,7 +128,7 @@ class Search:
 
         Of an answer below the floor only what changes answers can be to blame, and was not let pass by the whole gate.
         """
-        fine = {pair for one in trials if one.outcome in ("kept", "too slow") for pair in _pairs(one.settings)}
+        fine = {pair for one in trials if one.outcome in ("feasible", "too slow") for pair in _pairs(one.settings)}
         refused = [one.settings for one in trials if one.outcome == "below the floor"]
         started = fine.union(*map(_pairs, refused))
         suspects = [_pairs(one.settings) - started for one in trials if one.outcome == "failed"]

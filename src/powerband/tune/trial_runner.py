@@ -230,7 +230,7 @@ class TrialRunner:
                 "outcome": "failed",
                 "reason": f"it did not come to an end within {self.patience_s / 60:.0f} minutes",
             }
-        times = {"seconds": round(time.monotonic() - began, 1), "aside_s": round(aside.seconds, 1)}
+        times = {"seconds": round(time.monotonic() - began, 1), "excluded_s": round(aside.seconds, 1)}
         return Trial.model_validate(about | found | times | {"evidence": folder.name})
 
     async def _attempt(
@@ -254,7 +254,7 @@ class TrialRunner:
                 seen = {"quality": judged.verdict, "kl": _kl(judged)}
                 if judged.verdict == "fail":
                     return seen | {"outcome": "below the floor", "reason": judged.reason}
-            least = best.knee_per_s if best else None
+            least = best.max_rate_per_s if best else None
             sure = expected is not None and expected.low > 0  # without a calibration the plan ranks, and knows no rates
             start = least or (0.7 * expected.value if expected and sure else None)
             found = await self.climb(
@@ -272,8 +272,8 @@ class TrialRunner:
             if objection:
                 return seen | {"outcome": "below the floor", "reason": objection}
         level = found.levels[found.best] if found.best is not None else found.levels[0]
-        shown = {f"{one.metric} {one.percentile}": one.value_s for one in level.promises if one.value_s is not None}
-        return seen | {"outcome": "kept", "knee_per_s": rate, "value": self.value(rate), "latencies_s": shown}
+        shown = {f"{one.metric} {one.percentile}": one.value_s for one in level.slo_checks if one.value_s is not None}
+        return seen | {"outcome": "feasible", "max_rate_per_s": rate, "value": self.value(rate), "latencies_s": shown}
 
     def value(self, rate_per_s: float) -> float:
         """Return the objective: good requests for a dollar."""
@@ -312,7 +312,7 @@ def _why(found: Measurement) -> str:
     lowest = found.levels[-1]  # one at a time, where that was late already
     late = [
         f"{one.metric.upper()} {one.percentile} {one.value_s * 1e3:.0f} ms"
-        for one in lowest.promises
+        for one in lowest.slo_checks
         if one.value_s is not None and one.value_s > one.limit_s
     ]
     return f"{lowest.load}: {lowest.verdict}" + (f", {', '.join(late)}" if late else "")

@@ -73,9 +73,9 @@ async def prove(rig: TrialRunner, study: Study, *, budget_s: float) -> Recipe:
         study,
         promised,
         settings=winner.settings,
-        says="; ".join((says, *(absent(one) for one in defaults if one.name not in knees))),
-        against=tuple(against),
-        waterfall=tuple(_against(brought, winner.name, one) for one in without if brought),
+        summary="; ".join((says, *(absent(one) for one in defaults if one.name not in knees))),
+        baselines=tuple(against),
+        ablation=tuple(_against(brought, winner.name, one) for one in without if brought),
     )
 
 
@@ -88,8 +88,8 @@ def contender(rig: TrialRunner, trial: Trial) -> Contender:
     """Return who a trial was of."""
     turned = ", ".join(f"{lever} {setting}" for lever, setting in rig.levers.turned(trial.settings).items())
     name = f"{trial.settings[ENGINE]} {f'with {turned}' if turned else 'as it comes'}"
-    why = "" if trial.outcome in ("kept", "too slow") else trial.reason
-    return Contender(name, trial.settings, trial.knee_per_s, why)
+    why = "" if trial.outcome in ("feasible", "too slow") else trial.reason
+    return Contender(name, trial.settings, trial.max_rate_per_s, why)
 
 
 async def _finalists(rig: TrialRunner, study: Study, most: int) -> list[Contender]:
@@ -97,7 +97,7 @@ async def _finalists(rig: TrialRunner, study: Study, most: int) -> list[Contende
     found: list[Contender] = []
     refused = []
     for trial in sorted(study.trials, key=lambda one: -one.value):
-        if trial.outcome == "kept" and len(found) < most:
+        if trial.outcome == "feasible" and len(found) < most:
             one = contender(rig, trial)
             if objection := await rig.objection(one.settings):
                 refused.append(f"{one.name}: {objection}")
@@ -124,7 +124,7 @@ async def contest_of(
     What was noted is not repeated.
     """
     journal = Journal(rig.folder / f"{phase}.jsonl")
-    noted = {(note["round"], note["name"]): note["knee_per_s"] for note in journal.read()}
+    noted = {(note["round"], note["name"]): note["max_rate_per_s"] for note in journal.read()}
     knees: dict[str, list[float | None]] = {one.name: [] for one in contenders}
     by_name = {one.name: one for one in contenders}
     if len(contenders) < 2:
@@ -142,11 +142,11 @@ async def contest_of(
             began = time.monotonic()
             try:
                 found = (await block(rig, settings, folder, start, seed=seed)).levels
-                note |= {"knee_per_s": max_rate(found), "levels": [_drawn(level) for level in found]}
+                note |= {"max_rate_per_s": max_rate(found), "levels": [_drawn(level) for level in found]}
             except (EngineError, DeploymentRefused) as error:
-                note |= {"knee_per_s": None, "levels": [], "why": error.message.splitlines()[0]}
+                note |= {"max_rate_per_s": None, "levels": [], "why": error.message.splitlines()[0]}
             journal.add(note | {"seconds": round(time.monotonic() - began, 1)})
-            noted[number, name] = note["knee_per_s"]
+            noted[number, name] = note["max_rate_per_s"]
         knees[name].append(noted[number, name])
     return {name: [rate for rate in found if rate] for name, found in knees.items() if all(found)}
 
@@ -165,7 +165,7 @@ def _failed(rig: TrialRunner, phase: str, contenders: Sequence[Contender]) -> li
 
 def _drawn(level: Level) -> dict[str, Any]:
     """Return what a chart needs of a level."""
-    shown = {f"{one.metric} {one.percentile}": one.value_s for one in level.promises}
+    shown = {f"{one.metric} {one.percentile}": one.value_s for one in level.slo_checks}
     return {"rate_per_s": level.rate_per_s or level.achieved_per_s, "kept": meets_slo(level), **shown}
 
 
@@ -231,7 +231,7 @@ def _against(knees: paired_comparison.Knees, winner: str, one: Contender) -> Bas
         ratio = paired_comparison.ratio(knees, winner, one.name)
     mean = paired_comparison.mean(knees[one.name]) if one.name in knees else None
     why = one.why if mean is None else ""  # who failed in a later round has its first ones
-    return BaselineComparison(name=one.name, settings=one.settings, knee_per_s=mean, why=why, ratio=ratio)
+    return BaselineComparison(name=one.name, settings=one.settings, max_rate_per_s=mean, why=why, ratio=ratio)
 
 
 def _without(rig: TrialRunner, winner: Contender) -> list[Contender]:
@@ -259,13 +259,13 @@ class Proof:
 
 def _has_room(level: Level) -> bool:
     """Tell whether half as many requests as may be late were late."""
-    return all(1 - one.share.value <= _LATE * (1 - float(one.percentile[1:]) / 100) for one in level.promises)
+    return all(1 - one.share.value <= _LATE * (1 - float(one.percentile[1:]) / 100) for one in level.slo_checks)
 
 
-async def _promise(rig: TrialRunner, winner: Contender, knee_per_s: float) -> Proof:
+async def _promise(rig: TrialRunner, winner: Contender, max_rate_per_s: float) -> Proof:
     """Hold somewhat less than the knee, and less again until half of the error budget is left for worse days."""
     prepared = local.prepare(await rig.deployment(winner.settings))
-    rate, held = knee_per_s, None
+    rate, held = max_rate_per_s, None
     for number in range(_TRIES):
         rate *= _SPARE
         rig.say(f"promise {rate:.3g}/s")

@@ -305,7 +305,7 @@ class Supervisor:
         used, warm = self._own(name)
         for _ in range(wanted - len(used)):
             self._add(name, part)
-        room = min(part.warm, max(0, (part.most_replicas or wanted + part.warm) - wanted)) - len(warm)
+        room = min(part.warm, max(0, (part.max_replicas or wanted + part.warm) - wanted)) - len(warm)
         idlest = sorted(used, key=lambda one: (one.address is not None, self._running(one)))
         for seat in idlest[: max(0, len(used) - wanted)]:
             if room > 0:

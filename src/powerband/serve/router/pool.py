@@ -31,7 +31,7 @@ class RequestProfile:
     fine: tuple[int, ...] = ()  # smaller ones, where traffic is noted
     messages: tuple[tuple[str, str], ...] = ()  # who said what, where even that is noted
     priority: int = 1  # the lowest number goes first
-    patience_s: float = math.inf  # how long it may wait for its first token
+    queue_timeout_s: float = math.inf  # how long it may wait for its first token
     adapter: str = ""
     turns: int = 1
 
@@ -139,8 +139,8 @@ class EndpointPool:
         self.arrived += 1
         heapq.heappush(self._waiting, (ask.priority, ticket.number, ticket))
         self._units_waiting[ask.priority] = self._units_waiting.get(ask.priority, 0.0) + ask.units
-        if ask.patience_s < math.inf:
-            heapq.heappush(self._deadlines, (now_s + ask.patience_s, ticket.number, ticket))
+        if ask.queue_timeout_s < math.inf:
+            heapq.heappush(self._deadlines, (now_s + ask.queue_timeout_s, ticket.number, ticket))
         return ticket
 
     def leave(self, ticket: QueuedRequest) -> None:

@@ -150,14 +150,14 @@ class RequestScheduler:
     ) -> RequestContext:
         """Put a request into the queue that can serve it in time."""
         priority = self._priority(tenant, headers)
-        patience_s = _patience(headers, part.patience_s)
+        queue_timeout_s = _patience(headers, part.queue_timeout_s)
         blocks = tuple(block_hashes(asked.text))
         fine = tuple(block_hashes(asked.text, FINE)) if self.noting else ()
         waits = []
         for model in filter(None, (part, self.parts.get(part.fallback))):
             pool = self.pools[model.name]
             waits.append(wait_s := pool.wait_s(priority, now_s))
-            if wait_s <= patience_s or (math.isinf(wait_s) and model is part and not model.fallback):
+            if wait_s <= queue_timeout_s or (math.isinf(wait_s) and model is part and not model.fallback):
                 usual = model.usual.output_tokens
                 ask = RequestProfile(
                     prompt_tokens=len(asked.text) / CHARACTERS_PER_TOKEN,
@@ -166,7 +166,7 @@ class RequestScheduler:
                     fine=fine,
                     messages=asked.messages if self.noting_text else (),
                     priority=priority,
-                    patience_s=patience_s,
+                    queue_timeout_s=queue_timeout_s,
                     adapter=asked.model if asked.model in model.adapters else "",
                     turns=asked.turns,
                 )
@@ -177,7 +177,7 @@ class RequestScheduler:
                 self.cases[case.name] = self._by_ticket[ticket] = case
                 self.overflows += case.overflowed
                 return case
-        longer_s = min(waits) - patience_s
+        longer_s = min(waits) - queue_timeout_s
         self._count("overload")
         raise Refused(
             429,
