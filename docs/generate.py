@@ -1,4 +1,4 @@
-"""Write the reference pages from the code; `--check` fails where a page is out of date."""
+"""Write the generated pages: reference, glossary, evidence. `--check` fails if one is out of date."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
+import evidence
+import glossary
 import picture
 import typer
 
-from powerband import catalog, engines, errors, plan
+import powerband.plan as plan
+from powerband import catalog, engines, errors
 from powerband.bench.guards import GUARDS
+from powerband.cli.commands import GROUPS, RENAMED_COMMANDS, RENAMED_OPTIONS
 from powerband.cli.main import app
 from powerband.core.document import Document
 from powerband.core.engine import FailureKind
@@ -28,36 +32,48 @@ from powerband.metrics import GAUGES, LATENCIES
 from powerband.serve.router.telemetry import Telemetry
 
 FOLDER = Path(__file__).parent / "reference"
+BADGES = {
+    "python": ("python", "3.11+", "#2563eb"),
+    "license": ("license", "Apache-2.0", "#15803d"),
+    "status": ("status", "alpha", "#b45309"),
+}
 NOTE = "<!-- Written by docs/generate.py; do not edit. -->\n"
 
 
 def commands() -> str:
     """Every command with its arguments and options."""
-    lines = [
-        NOTE,
-        "# Commands",
-        "",
-        "Exit codes: 0 fine, 1 our bug, 2 your input, 3 the engine or an invalid number, 4 the promise was not met.",
-    ]
+    lines = [NOTE, "# Commands", "", "Exit codes: see [Errors and exit codes](errors.md).", ""]
+    root: Any = typer.main.get_command(app)
 
     def describe(command: Any, path: str) -> None:
         if hasattr(command, "commands"):
             for name, below in sorted(command.commands.items()):
                 describe(below, f"{path} {name}")
             return
-        lines.extend(["", f"## {path}", "", (command.help or "").strip(), ""])
+        lines.extend([f"### {path}", "", (command.help or "").strip(), ""])
+        if command.epilog:
+            lines.extend(["```", *command.epilog.splitlines(), "```", ""])
         for parameter in command.params:
             if parameter.param_type_name == "argument":
-                lines.append(f"- `{parameter.metavar or parameter.name.upper()}`: {parameter.help}")
+                lines.append(f"- `{(parameter.metavar or parameter.name.upper()).strip('[]')}`: {parameter.help}")
             else:
-                lines.append(f"- `{', '.join(parameter.opts)}`: {parameter.help}")
+                metavar = f" {parameter.metavar}" if parameter.metavar else ""
+                lines.append(f"- `{', '.join(parameter.opts)}{metavar}`: {parameter.help}")
+        lines.append("")
 
-    describe(typer.main.get_command(app), "powerband")
+    for title, names in GROUPS.items():
+        lines.extend([f"## {title}", ""])
+        for name in names:
+            describe(root.commands[name], f"powerband {name}")
+    lines += ["## Names of 0.1", "", "These still work and print a deprecation line.", "", "| old | new |", "|---|---|"]
+    lines += [f"| `powerband {old}` | `powerband {new}` |" for old, new in RENAMED_COMMANDS.items()]
+    for command, renamed in RENAMED_OPTIONS.items():
+        lines += [f"| `powerband {command} {old}` | `{new}` |" for old, new in renamed.items()]
     return "\n".join(lines) + "\n"
 
 
 def takes(schema: dict[str, Any]) -> str:
-    """Return a JSON Schema as a reader of YAML would say it."""
+    """Return a JSON Schema as short text."""
     if choices := schema.get("anyOf") or schema.get("oneOf"):
         return " or ".join(takes(one) for one in choices if one.get("type") != "null")
     if "const" in schema:
@@ -78,7 +94,7 @@ BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<="}
 
 
 def engine_page(name: str) -> str:
-    """One engine: its knobs, the conflicts that are refused, the failures that are recognised."""
+    """One engine: its knobs, the conflicts that are rejected, the failures that are recognised."""
     engine, table = engines.get(name), rules.facts(name)
     schema = engine.config_type.model_json_schema()
     lines = [
@@ -89,33 +105,33 @@ def engine_page(name: str) -> str:
         "",
         "## Knobs",
         "",
-        "| knob | lever | said as | takes |",
+        "| knob | area | flag | type |",
         "|---|---|---|---|",
     ]
     for field, knob in knobs.knobs(engine.config_type):
-        said = knobs.spelling(field, knob) + (f" / {knob.off}" if knob.off else "")
-        lines.append(f"| `{field}` | {knob.lever} | `{said}` | {takes(schema['properties'][field])} |")
-    lines += ["", "Beside them: `extra_args` (a list, said last) and `extra_env` (a mapping)."]
+        flag = knobs.spelling(field, knob) + (f" / {knob.off}" if knob.off else "")
+        lines.append(f"| `{field}` | {knob.lever} | `{flag}` | {takes(schema['properties'][field])} |")
+    lines += ["", "Also `extra_args` (a list, appended to the command) and `extra_env` (a mapping)."]
     if table.conflicts:
-        lines += ["", "## Refused before a start", "", "| rule | when | severity |", "|---|---|---|"]
+        lines += ["", "## Rejected before a start", "", "| rule | when | severity |", "|---|---|---|"]
         lines += [f"| {one.rule} | `{one.when.replace('|', '/')}` | {one.severity} |" for one in table.conflicts]
     if table.failures:
-        lines += ["", "## Failures that are recognised in its log", ""]
-        lines += [f"- **{one.failure}**: {one.says}" for one in table.failures]
+        lines += ["", "## Failures recognised in its log", ""]
+        lines += [f"- **{one.failure}**: {one.message}" for one in table.failures]
     return "\n".join(lines) + "\n"
 
 
 def gauges() -> str:
-    """Our names for every engine's counters."""
+    """The gauge names that are the same for every engine."""
     names = [name for name in engines.names() if rules.facts(name).gauges]
     lines = [
         NOTE,
         "# Gauges",
         "",
-        "One set of names for every engine; an empty cell is a counter that the engine does not have.",
+        "One set of names for every engine. An empty cell: the engine does not have that counter.",
         "",
     ]
-    lines += [f"| gauge | unit | means | {' | '.join(names)} |", "|---|---|---|" + "---|" * len(names)]
+    lines += [f"| gauge | unit | description | {' | '.join(names)} |", "|---|---|---|" + "---|" * len(names)]
     computed = {
         ("llamacpp", "kv_use"): "from `/slots`",
         ("llamacpp", "prefix_queries_tokens"): "computed + cached prompt tokens",
@@ -125,32 +141,32 @@ def gauges() -> str:
         for name in names:
             theirs = rules.facts(name).gauges.get(gauge)
             cells.append(computed.get((name, gauge)) or (f"`{theirs}`" if theirs else ""))
-        lines.append(f"| `{gauge}` | {metric.unit} | {metric.means} | {' | '.join(cells)} |")
+        lines.append(f"| `{gauge}` | {metric.unit} | {metric.description} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def fields(title: str, kind: type[Document], elsewhere: Container[str] = ()) -> list[str]:
-    """The fields of a document, and of the values in it that are not told elsewhere."""
+    """The fields of a document, and of its nested values that no other page describes."""
     schema = kind.model_json_schema()
-    lines = [f"## {title}", "", "| field | takes | means |", "|---|---|---|"]
+    lines = [f"## {title}", "", "| field | type | description |", "|---|---|---|"]
     for name, one in schema["properties"].items():
         lines.append(f"| `{name}` | {takes(one)} | {one.get('description', '')} |")
     lines.append("")
     for name, one in sorted(schema.get("$defs", {}).items()):
         if name in elsewhere:
             continue
-        told = [f"`{key}` {takes(value)}" for key, value in one.get("properties", {}).items()]
-        lines.append(f"- **`{name}`**: {one.get('description', '')} {', '.join(told)}")
+        parts = [f"`{key}` {takes(value)}" for key, value in one.get("properties", {}).items()]
+        lines.append(f"- **`{name}`**: {one.get('description', '')} {', '.join(parts)}")
     return [*lines, ""]
 
 
 def documents() -> str:
-    """What a user writes or gets, beside workloads and SLOs."""
+    """The documents that users write or read, except workloads and SLOs."""
     lines = [
         NOTE,
         "# Documents",
         "",
-        "`powerband check FILE` says what is wrong with one, `powerband schema KIND` has it for an editor.",
+        "`powerband check FILE` validates a document; `powerband schema KIND` prints its JSON Schema.",
         "",
     ]
     kinds = {"A quality floor": QualityFloor, "A recipe": Recipe, "A fleet": Fleet, "Tenants": Tenants}
@@ -160,32 +176,34 @@ def documents() -> str:
 
 
 def errors_page() -> str:
-    """What can go wrong, and the exit codes."""
+    """The exit codes, the exception tree and the kinds of engine failure."""
     text = (errors.__doc__ or "").strip().splitlines()
-    lines = [NOTE, "# Errors and exit codes", "", text[0], "", "```", *text[2:-2], "```", "", text[-1], ""]
-    lines += ["## How an engine fails", "", "With `--json` an engine's failure is named:", ""]
+    lines = [NOTE, "# Errors and exit codes", "", "## Exit codes", "", "| code | meaning |", "|---|---|"]
+    lines += [f"| {code} | {meaning} |" for code, meaning in errors.EXIT_CODES.items()]
+    lines += ["", "## Exceptions", "", "```", *text[2:-2], "```", "", text[-1], ""]
+    lines += ["## Kinds of engine failure", "", "With `--json`, `error.failure` is one of:", ""]
     lines.append(", ".join(f"`{kind}`" for kind in typing.get_args(FailureKind)) + ".")
     return "\n".join(lines) + "\n"
 
 
 def metrics_page() -> str:
-    """What a fleet tells Prometheus."""
+    """The Prometheus metrics of a fleet."""
     lines = [
         NOTE,
         "# Metrics of a fleet",
         "",
-        "At `/metrics`, under the same names for every engine.",
+        "At `/metrics`, with the same names for every engine.",
         "",
-        "| metric | kind | labels | is |",
+        "| metric | type | labels | description |",
         "|---|---|---|---|",
     ]
-    watch = Telemetry()
-    labels = {one._name: one._labelnames for one in vars(watch).values() if hasattr(one, "_labelnames")}
-    for family in watch.registry.collect():
+    telemetry = Telemetry()
+    labels = {one._name: one._labelnames for one in vars(telemetry).values() if hasattr(one, "_labelnames")}
+    for family in telemetry.registry.collect():
         ending = "_total" if family.type == "counter" else ""
         named = labels.get(family.name) or getattr(family, "_labelnames", ())
-        told = ", ".join(f"`{name}`" for name in named)
-        lines.append(f"| `{family.name}{ending}` | {family.type} | {told} | {family.documentation} |")
+        names = ", ".join(f"`{name}`" for name in named)
+        lines.append(f"| `{family.name}{ending}` | {family.type} | {names} | {family.documentation} |")
     return "\n".join(lines) + "\n"
 
 
@@ -195,12 +213,12 @@ def workloads() -> str:
         NOTE,
         "# Workloads and SLOs",
         "",
-        "A workload says what traffic looks like; the same file is the same traffic.",
+        "A workload describes traffic; the same file gives the same requests.",
         "",
     ]
     lines += [*fields("A workload", Workload), *fields("An SLO", SLO)]
     for kind_name in ("workload", "slo"):
-        lines += [f"## In the catalogue: {kind_name}", ""]
+        lines += [f"## Catalogue: {kind_name}", ""]
         for name in catalog.names(kind_name):
             body = catalog.text(kind_name, name).split("\n", 1)[1].strip()
             lines += [f"`{name}`", "", "```yaml", body, "```", ""]
@@ -208,10 +226,10 @@ def workloads() -> str:
 
 
 def measuring() -> str:
-    """What `bench` measures, and what it refuses."""
-    lines = [NOTE, "# What bench measures and refuses", "", "| latency | unit | means |", "|---|---|---|"]
-    lines += [f"| {one.name.upper()} | {one.unit} | {one.means} |" for one in LATENCIES.values()]
-    lines += ["", "## Guards", "", "| guard | refuses |", "|---|---|"]
+    """The metrics and guards of `bench`."""
+    lines = [NOTE, "# Metrics and guards of bench", "", "| latency | unit | description |", "|---|---|---|"]
+    lines += [f"| {one.name.upper()} | {one.unit} | {one.description} |" for one in LATENCIES.values()]
+    lines += ["", "## Guards", "", "| guard | rejects |", "|---|---|"]
     lines += [f"| {name} | {' '.join((guard.__doc__ or '').split())} |" for name, guard in GUARDS.items()]
     lines += ["", "## Columns of the request records (`level-NN.npz`)", ""]
     lines += [
@@ -223,28 +241,33 @@ def measuring() -> str:
 
 
 def devices() -> str:
-    """Every device of the catalogue, with its price and where that is from."""
+    """Every device of the catalogue, with its price and the source of the price."""
     lines = [
         NOTE,
         "# Devices",
         "",
-        "| name | is | memory | per second | $ per hour | price from |",
-        "|---|---|---|---|---|---|",
+        "| name | aliases | description | memory | bandwidth per s | $ per hour | source of the price |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name in catalog.names("device"):
         one = plan.device(name)
         price = f"{one.price.usd_per_h:g} | {one.price.source}, {one.price.as_of}"
         memory, bandwidth = about_bytes(one.memory), about_bytes(one.bandwidth)
-        lines.append(f"| `{name}` | {one.description} | {memory} | {bandwidth} | {price} |")
+        lines.append(f"| `{name}` | {', '.join(one.aliases)} | {one.description} | {memory} | {bandwidth} | {price} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    """Write the pages and the picture, or compare them."""
+    """Write the pages and pictures, or compare them."""
     pages = {"commands.md": commands(), "gauges.md": gauges(), "workloads.md": workloads(), "bench.md": measuring()}
     pages |= {"documents.md": documents(), "errors.md": errors_page(), "metrics.md": metrics_page()}
-    pages |= {"devices.md": devices(), "../pictures/variants.svg": picture.drawn()}
+    pages |= {"devices.md": devices(), "../pictures/variants.svg": picture.variants_chart()}
+    pages |= {"../pictures/loop.svg": picture.loop(), "../pictures/processes.svg": picture.processes()}
+    pages |= {f"../pictures/{name}.svg": picture.badge(*words) for name, words in BADGES.items()}
     pages |= {f"engine-{name}.md": engine_page(name) for name in engines.names()}
+    pages |= {"../glossary.md": NOTE + glossary.page(), "../evidence.md": NOTE + evidence.page()}
+    readme = (FOLDER.parent.parent / "README.md").read_text()
+    pages["../../README.md"] = evidence.with_table(readme)
     FOLDER.mkdir(exist_ok=True)
     stale = [
         name for name, text in pages.items() if not (FOLDER / name).exists() or (FOLDER / name).read_text() != text

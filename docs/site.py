@@ -1,4 +1,4 @@
-"""Build the site into `build/site`: README, pages and the proofs' results. A broken link ends it."""
+"""Build the site into `build/site`: README, pages and the proofs' results. A broken link is an error."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "build" / "site-source"
-SECTIONS = ("how-to", "explanation", "reference", "adr")
+SECTIONS = (".", "guides", "explanation", "reference", "adr")
 
 
 def main() -> int:
-    """Lay everything out as it lies in the repository, so that links mean the same in both."""
+    """Copy the pages with the layout of the repository, so that links work in both."""
     shutil.rmtree(SOURCE, ignore_errors=True)
-    pages = shutil.ignore_patterns("*.py", "__pycache__")
+    pages = shutil.ignore_patterns("*.py", "*.yaml", "__pycache__")
     shutil.copytree(ROOT / "docs", SOURCE / "docs", ignore=pages)
     shutil.copytree(ROOT / "examples", SOURCE / "examples")
     (SOURCE / "proofs").mkdir()
@@ -30,15 +30,15 @@ def main() -> int:
 
 
 def llms() -> str:
-    """Return every page with its first sentence, for a reader with a small context."""
+    """Return every page with its first sentence, for language models."""
     lines = ["# Powerband", "", f"> {_first((ROOT / 'README.md').read_text())}", "", "- [README](index.md)"]
-    lines.append("- [Tutorial](docs/tutorial.md): from nothing to a chat")
     for section in SECTIONS:
-        lines += ["", f"## {section}", ""]
+        lines += ["", f"## {section if section != '.' else 'start'}", ""]
         for page in sorted((ROOT / "docs" / section).glob("*.md")):
             text = page.read_text()
             title = re.search(r"^# (.+)$", text, re.MULTILINE)
-            lines.append(f"- [{title[1] if title else page.stem}](docs/{section}/{page.name}): {_first(text)}")
+            path = page.relative_to(ROOT).as_posix()
+            lines.append(f"- [{title[1] if title else page.stem}]({path}): {_first(text)}")
     return "\n".join(lines) + "\n"
 
 

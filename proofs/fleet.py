@@ -68,11 +68,11 @@ def written(folder: Path, **models: dict[str, Any]) -> Path:
 @contextlib.asynccontextmanager
 async def running(path: Path) -> AsyncIterator[Fleet]:
     """Run a fleet until it is ready."""
-    parts, tenants = serve.resolved(path)
+    models, tenants = serve.resolve(path)
     folder = path.parent / f"run-{time.time_ns()}"
     folder.mkdir()
-    async with serve.fleet(parts, tenants=tenants, folder=folder) as fleet:
-        await fleet.ready(300)
+    async with serve.fleet(models, tenants=tenants, folder=folder) as fleet:
+        await fleet.wait_until_ready(300)
         yield fleet
 
 

@@ -63,7 +63,7 @@ def _target() -> None:
         from powerband.serve.router import requests
 
     def read(body: bytes) -> None:
-        with contextlib.suppress(requests.Refused):
+        with contextlib.suppress(requests.RequestRejected):
             requests.read(body)
 
     atheris.Setup(sys.argv, read)

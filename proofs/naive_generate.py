@@ -1,8 +1,8 @@
-"""The naive way to serve: Hugging Face `generate` in bf16, requests in static batches, each as long as its longest.
+"""The naive baseline: Hugging Face `generate` in bf16 with static batches, each as long as its longest answer.
 
-Run by an interpreter that has transformers. Reads JSON: requests (messages, answer tokens) and limits (share, seconds)
-on the time until an answer is there, which is all of it at once. Prints what it answers in a second when all requests
-are there from the beginning, and the highest rate of arrivals at which it keeps the limits; 0 where it keeps them at none.
+Runs in an interpreter that has transformers. Reads JSON: requests (messages, answer tokens) and limits (share, seconds)
+on the time until the complete answer. Prints the throughput when all requests arrive at once, and the goodput: the
+highest arrival rate that meets the limits, 0 if none does.
 """
 
 import json
@@ -13,86 +13,88 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-BATCH, ALONE = 8, 12
-SHARES = (1.0, 0.8, 0.6, 0.45, 0.3, 0.2, 0.1)  # of what it can answer
+BATCH_SIZE, SINGLE_REQUESTS = 8, 12
+RATE_SHARES = (1.0, 0.8, 0.6, 0.45, 0.3, 0.2, 0.1)  # of the throughput
 
 
 class Naive:
-    """A model that answers one batch after another."""
+    """A model that generates one batch after another."""
 
-    def __init__(self, path: str, asked: list) -> None:
-        self.asked = asked
+    def __init__(self, path: str, requests: list) -> None:
+        self.requests = requests
         self.tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
         self.model = AutoModelForCausalLM.from_pretrained(path, torch_dtype=torch.bfloat16).eval()
-        chats = (chat for chat, _ in asked)
+        chats = (chat for chat, _ in requests)
         self.texts = [
             self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats
         ]
 
     def answer(self, begin: int, end: int) -> None:
-        """Answer a batch."""
+        """Generate the answers of one batch."""
         batch = self.tokenizer(self.texts[begin:end], return_tensors="pt", padding=True, add_special_tokens=False)
-        most = max(count for _, count in self.asked[begin:end])
+        length = max(count for _, count in self.requests[begin:end])
         pad = self.tokenizer.pad_token_id
         with torch.inference_mode():
-            self.model.generate(**batch, max_new_tokens=most, min_new_tokens=most, do_sample=False, pad_token_id=pad)
+            self.model.generate(
+                **batch, max_new_tokens=length, min_new_tokens=length, do_sample=False, pad_token_id=pad
+            )
 
     def latencies(self, due: list[float]) -> list[float]:
-        """Answer whoever is there, as many at once as fit into a batch, and return how long each waited."""
+        """Answer requests in batches as they arrive; return the latency of each."""
         began, done, found = time.monotonic(), 0, []
         while done < len(due):
             now = time.monotonic() - began
-            there = min(sum(at <= now for at in due), done + BATCH)
-            if there == done:
+            arrived = min(sum(at <= now for at in due), done + BATCH_SIZE)
+            if arrived == done:
                 time.sleep(due[done] - now)
                 continue
-            self.answer(done, there)
+            self.answer(done, arrived)
             now = time.monotonic() - began
-            found += [now - at for at in due[done:there]]
-            done = there
+            found += [now - at for at in due[done:arrived]]
+            done = arrived
         return found
 
 
-def kept(latencies: list[float], limits: list) -> bool:
-    """Tell whether no more are late than may be."""
+def meets_limits(latencies: list[float], limits: list) -> bool:
+    """Return whether the share of late answers is within every limit."""
     return all(sum(one > limit for one in latencies) <= (1 - share) * len(latencies) for share, limit in limits)
 
 
-def in_time(naive: Naive, limits: list, most_per_s: float, lot: random.Random) -> float:
-    """Return the highest rate of arrivals at which the limits are kept."""
-    alone = [0.0] * min(ALONE, len(naive.asked))
-    for number in range(len(alone)):
+def goodput(naive: Naive, limits: list, throughput_per_s: float, rng: random.Random) -> float:
+    """Return the highest arrival rate that meets the limits; 0 if none does."""
+    single = [0.0] * min(SINGLE_REQUESTS, len(naive.requests))
+    for number in range(len(single)):
         began = time.monotonic()
         naive.answer(number, number + 1)
-        alone[number] = time.monotonic() - began
-        if not kept(alone, limits):
-            return 0.0  # nobody is answered sooner than alone
-    for share in SHARES:
+        single[number] = time.monotonic() - began
+        if not meets_limits(single, limits):
+            return 0.0  # latency is lowest at concurrency 1
+    for share in RATE_SHARES:
         due, at = [], 0.0
-        for _ in naive.asked:
-            at += lot.expovariate(share * most_per_s)
+        for _ in naive.requests:
+            at += rng.expovariate(share * throughput_per_s)
             due.append(at)
-        if kept(naive.latencies(due), limits):
-            return share * most_per_s
+        if meets_limits(naive.latencies(due), limits):
+            return share * throughput_per_s
     return 0.0
 
 
 def main() -> None:
-    """Measure what it answers, and what it answers in time."""
+    """Measure throughput and goodput."""
     path, file = sys.argv[1:]
     with open(file) as stream:
-        given = json.load(stream)
-    asked, limits = given["asked"], given["limits"]
-    naive = Naive(path, asked)
-    naive.answer(0, BATCH)  # warm
-    waited = naive.latencies([0.0] * len(asked))
-    most_per_s = len(asked) / max(waited)
-    if kept(waited, limits):  # those who come later wait no longer
-        good_per_s = most_per_s
+        inputs = json.load(stream)
+    requests, limits = inputs["requests"], inputs["limits"]
+    naive = Naive(path, requests)
+    naive.answer(0, BATCH_SIZE)  # warm-up
+    latencies = naive.latencies([0.0] * len(requests))
+    throughput_per_s = len(requests) / max(latencies)
+    if meets_limits(latencies, limits):  # requests that arrive later wait no longer
+        goodput_per_s = throughput_per_s
     else:
-        good_per_s = in_time(naive, limits, most_per_s, random.Random(given["seed"]))
-    print(json.dumps({"most_per_s": most_per_s, "good_per_s": good_per_s}))
+        goodput_per_s = goodput(naive, limits, throughput_per_s, random.Random(inputs["seed"]))
+    print(json.dumps({"throughput_per_s": throughput_per_s, "goodput_per_s": goodput_per_s}))
 
 
 main()

@@ -1,7 +1,7 @@
-"""Every proof begins with this: it runs in an environment that holds this checkout, and its result is kept.
+"""Imported first by every proof: runs it in an environment with this checkout, and writes its result.
 
-A proof prints its figure as its last line and exits 0 where its claim holds. What it printed, with the date and the
-machine, is written beside it as `<name>.txt`; a run with arguments is a quick look and writes nothing.
+A proof prints its figure as the last line and exits 0 if its claim holds. Its output, with the date and the machine, is
+written to `<name>.txt`; a run with arguments is a partial run and writes nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = Path(sys.argv[0]).name
-QUICK = len(sys.argv) > 1  # a part of the proof, or a small one: its result is not kept
+QUICK = len(sys.argv) > 1  # a partial or small run: its result is not written
 _INSIDE = "POWERBAND_PROOF_PYTHON"
 
 
 def _enter() -> None:
-    """Run again with an interpreter that has this checkout, unless this one has it."""
+    """Re-execute the proof with an interpreter that has this checkout installed, unless this one has."""
     if os.environ.get(_INSIDE) or _has_checkout():
         return
     cache = Path(os.environ.get("POWERBAND_CACHE") or Path.home() / ".cache" / "powerband")
@@ -48,17 +48,17 @@ def _has_checkout() -> bool:
 
 _enter()
 sys.path.insert(0, str(ROOT / "tests"))
-_said: list[str] = []
+_lines: list[str] = []
 
 
 def say(line: str = "") -> None:
-    """Print a line of the result."""
-    _said.append(line)
+    """Print a line and add it to the result."""
+    _lines.append(line)
     print(line, flush=True)
 
 
 def conclude(figure: str, *, holds: bool) -> NoReturn:
-    """Print the figure last, keep the result, and exit by whether the claim holds."""
+    """Print the figure, write the result, and exit with 0 if the claim holds, else 1."""
     say(figure)
     from powerband.core.units import about_bytes
     from powerband.runtime import devices
@@ -70,47 +70,47 @@ def conclude(figure: str, *, holds: bool) -> NoReturn:
     if QUICK:
         sys.exit(0 if holds else 1)
     head = [f"proof:   {NAME}", f"date:    {when}", f"machine: {machine}", f"verdict: {verdict}", ""]
-    (ROOT / "proofs" / f"{NAME}.txt").write_text("\n".join(head + _said) + "\n")
+    (ROOT / "proofs" / f"{NAME}.txt").write_text("\n".join(head + _lines) + "\n")
     sys.exit(0 if holds else 1)
 
 
 def powerband(*args: str, timeout: float = 900) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """Run the command line of this checkout to its end; return it, and who outlived it."""
+    """Run a `powerband` command of this checkout; return it, and the processes that outlived it."""
     argv = [sys.executable, "-m", "powerband", *args]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(argv, stdout=out, stderr=err, stdin=subprocess.DEVNULL)
-        family, deadline = Family(process.pid), time.monotonic() + timeout
+        descendants, deadline = Descendants(process.pid), time.monotonic() + timeout
         while process.poll() is None and time.monotonic() < deadline:
-            family.look()
+            descendants.sample()
             time.sleep(0.05)
         if process.poll() is None:
             process.kill()
         code = process.wait()
         out.seek(0), err.seek(0)
-        return subprocess.CompletedProcess(argv, code, out.read(), err.read()), family.alive()
+        return subprocess.CompletedProcess(argv, code, out.read(), err.read()), descendants.alive()
 
 
-class Family:
-    """Everything that a process has started, seen by looking often; tells who outlived it."""
+class Descendants:
+    """The descendants of a process, collected by frequent sampling."""
 
     def __init__(self, root: int) -> None:
         self.root, self.seen = root, set[Any]()
 
-    def look(self) -> None:
-        """Note who is below the root now."""
+    def sample(self) -> None:
+        """Add the current descendants of the root."""
         import psutil
 
         with contextlib.suppress(psutil.Error):
             self.seen |= set(psutil.Process(self.root).children(recursive=True))
 
     def alive(self) -> list[str]:
-        """Return who lives: of those seen, and of the sessions that they led."""
+        """Return the command lines of running processes: those seen, and those in sessions that they lead."""
         import psutil
 
-        led = {one.pid for one in self.seen}
-        born_later = [one for one in psutil.process_iter() if _session(one.pid) in led]
+        leaders = {one.pid for one in self.seen}
+        started_later = [one for one in psutil.process_iter() if _session(one.pid) in leaders]
         lines = []
-        for one in {*self.seen, *born_later}:
+        for one in {*self.seen, *started_later}:
             with contextlib.suppress(psutil.Error):
                 if one.is_running() and one.status() != psutil.STATUS_ZOMBIE:
                     lines.append(" ".join(one.cmdline())[:80])

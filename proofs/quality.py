@@ -1,4 +1,4 @@
-"""What the proofs of the quality gate share: SmolLM2's variants, and a running engine to ask."""
+"""Shared by the proofs of the quality gate: SmolLM2's variants, and a client of a running engine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 
 from prelude import ROOT, powerband, say
 
-from powerband import quantize
-from powerband.cli import inputs
+from powerband import inputs, quantize
 from powerband.evaluate.engine_client import EngineClient
 from powerband.launchers import local
 from support import models
@@ -28,18 +27,18 @@ KNOBS: dict[str, dict[str, Any]] = {
         "VLLM_CPU_NUM_OF_RESERVED_CPU": 0,
     },
 }
-EAGER: dict[str, dict[str, Any]] = KNOBS | {"vllm": KNOBS["vllm"] | {"enforce_eager": True}}  # starts sooner
+EAGER: dict[str, dict[str, Any]] = KNOBS | {"vllm": KNOBS["vllm"] | {"enforce_eager": True}}  # starts faster
 GGUF = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "q3_k_m", "q2_k")
 
 
 def made(*schemes: str, source: Path | None = None) -> dict[str, quantize.QuantizedVariant]:
-    """Make variants of SmolLM2, or find them made."""
+    """Create variants of SmolLM2, or return cached ones."""
     whole = source or models.make_all().safetensors
     return {
         scheme: asyncio.run(
             quantize.quantize(
                 quantize.QuantizeSpec(str(whole), scheme),
-                progress=lambda title, number, total, scheme=scheme: print(f"{scheme}: {number + 1}/{total} {title}"),
+                progress=lambda step, scheme=scheme: print(f"{scheme}: {step.title}") if step.starts else None,
             )
         )
         for scheme in schemes
@@ -47,19 +46,19 @@ def made(*schemes: str, source: Path | None = None) -> dict[str, quantize.Quanti
 
 
 def variants(*schemes: str) -> dict[str, Path]:
-    """Return where they lie."""
+    """Return the paths of the variants."""
     return {scheme: one.path for scheme, one in made(*schemes).items()}
 
 
 @contextlib.asynccontextmanager
-async def asked(source: str, *settings: str) -> AsyncIterator[EngineClient]:
-    """Start a deployment, and be ready to ask it."""
+async def engine_client(source: str, *settings: str) -> AsyncIterator[EngineClient]:
+    """Launch a deployment and return a client of it."""
     prepared = local.prepare(inputs.deployment(source, engine=None, settings=list(settings), host=None, port=None))
     async with (
         local.launch(prepared) as replica,
-        EngineClient(replica, await replica.model_name(), at_once=2) as asker,
+        EngineClient(replica, await replica.model_name(), concurrency=2) as client,
     ):
-        yield asker
+        yield client
 
 
 def deployment(folder: Path, name: str, source: Path | str, engine: str, knobs: dict[str, Any]) -> Path:
@@ -71,7 +70,7 @@ def deployment(folder: Path, name: str, source: Path | str, engine: str, knobs: 
 
 
 def judged(candidate: Path, reference: Path, folder: Path, *args: str) -> dict[str, Any]:
-    """Run `evaluate`, and return what it found."""
+    """Run `evaluate`, and return the evaluation."""
     output = folder / f"judged-{candidate.stem}"
     done, _ = powerband(
         "evaluate", str(candidate), "--reference", str(reference), "--output", str(output), *args, timeout=1800
@@ -94,5 +93,5 @@ def ranged(one: dict[str, float], digits: int = 3) -> str:
 
 
 def schemes_in(args: Sequence[str], every: Sequence[str]) -> list[str]:
-    """Return the schemes that a quick look names, or every one."""
+    """Return the schemes among the arguments, or all of them."""
     return [one for one in args if one in every] or list(every)

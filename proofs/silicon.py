@@ -1,7 +1,8 @@
-"""Measured GPU rows, the roofline fitted to them, and what a hold-out says of its predictions.
+"""Measured GPU rows, the roofline fitted to them, and the errors of held-out predictions.
 
-The roofline is the planner's own, written once more over arrays so that it can be fitted. What is scored is the planner
-itself: `powerband.plan.closed_loop` with coefficients, and `powerband.plan.residual_model` with trees, that saw rows of other groups only.
+The roofline is the planner's, written again over arrays so that it can be fitted. The planner itself is scored:
+`powerband.plan.closed_loop` with coefficients and `powerband.plan.residual_model` with trees, both fitted to rows of
+other groups only.
 """
 
 from __future__ import annotations
@@ -41,32 +42,32 @@ MODELS = {
     "Qwen3.5-397B-A17B": "Qwen--Qwen3.5-397B-A17B",
     "MiniMax-M2.5": "MiniMaxAI--MiniMax-M2.5",
     "Kimi-K2.5": "moonshotai--Kimi-K2.5",
-}  # GLM-5 has no config.json here
-HOLD_OUTS = {"sweep": 8, "cell": 12, "system": 4, "family": 9}  # and into how many parts its groups are dealt
+}  # GLM-5 has no config.json in the data
+HOLD_OUTS = {"sweep": 8, "cell": 12, "system": 4, "family": 9}  # and the number of folds
 
 
 @dataclass
 class Rows:
-    """The rows as columns."""
+    """The measured rows, as columns."""
 
     raw: list[dict[str, str]]
     served: list[tuple[Steps, Device]]
     values: dict[str, Array]
-    decode: dict[str, Array]  # the work of a step that writes one token of every answer
-    prompt: dict[str, Array]  # the work of reading one prompt
+    decode: dict[str, Array]  # the work of one decode step of all sequences
+    prompt: dict[str, Array]  # the work of the prefill of one prompt
 
     def __len__(self) -> int:
         return len(self.raw)
 
     def codes(self, *names: str) -> NDArray[np.int64]:
-        """Number the groups that rows with the same words form."""
+        """Return a group number for each row; rows with equal values in these columns form a group."""
         words = ["|".join(row[name] for name in names) for row in self.raw]
         numbers = {word: number for number, word in enumerate(sorted(set(words)))}
         return np.array([numbers[word] for word in words])
 
 
 def read(*, scored: bool = True) -> Rows:
-    """Read the rows, and work out what each of them moved and computed."""
+    """Read the rows and compute the work of each."""
     schemes = {one.name: one for one in plan.all_schemes()}
     known: dict[Any, Steps] = {}
     raw, served, values, decode, prompt = [], [], [], [], []
@@ -76,7 +77,7 @@ def read(*, scored: bool = True) -> Rows:
                 continue
             row["cell"] = f"{row['family']} {row['system']}"
             scheme, device = _scheme(row, schemes), plan.device(row["system"].replace("_", "-"))
-            split, multiplies_in = _split(row), scheme.multiplies_in(device.tflops)
+            split, dtype = _split(row), scheme.compute_dtype(device.tflops)
             small_kv = row["backend"] == "trtllm" and scheme.computes_in in ("fp8", "fp4")
             kv_bytes = 1.0 if small_kv or row["model_path"].startswith("nvidia/") else 2.0
             key = (row["family"], scheme.name, scheme.linear_bits, split, kv_bytes)
@@ -89,8 +90,8 @@ def read(*, scored: bool = True) -> Rows:
             users = float(row["conc"] or row["batch_size"])
             raw.append(row)
             served.append((steps, device))
-            decode.append(steps(Batch(decodes=users, context=isl + osl / 2)))
-            prompt.append(steps(Batch(prefill=isl, behind=isl / 2, firsts=1)))
+            decode.append(steps(Batch(decodes=users, decode_context=isl + osl / 2)))
+            prompt.append(steps(Batch(prefill_tokens=isl, prefill_context=isl / 2, finished_prompts=1)))
             values.append(
                 {
                     "ttft": float(row["silicon_ttft_ms"]) / 1e3,
@@ -102,14 +103,14 @@ def read(*, scored: bool = True) -> Rows:
                     "ep": split.expert,
                     "dp": split.data,
                     "bandwidth": device.bandwidth,
-                    "flops": device.flops(multiplies_in),
+                    "flops": device.flops(dtype),
                     "bf16": device.flops("bf16"),
                     "link": device.link,
                     "sparse": float(steps.shape.experts > 0),
-                    "format": FORMATS.index(multiplies_in),
+                    "format": FORMATS.index(dtype),
                     "backend": ENGINES.index(row["backend"]),
                     "blackwell": float(row["system"].startswith("b")),
-                    "unpacking": float(multiplies_in == "bf16" and scheme.expert_bits() < 8),
+                    "weight_only": float(dtype == "bf16" and scheme.expert_bits() < 8),
                 }
             )
     return Rows(raw, served, _columns(values), _work(decode), _work(prompt))
@@ -143,39 +144,39 @@ def _work(found: list[Work]) -> dict[str, Array]:
     return {name: np.array([getattr(one, name) for one in found], float) for name in Work._fields}
 
 
-# Where a fit begins and how far it may go, in logarithms: shares are near what engines reach, overheads are looser.
+# Start value of each coefficient and the scale of its deviation (log); shares vary less than overheads.
 START: dict[str, tuple[float, float]] = {
     "bandwidth": (0.8, 0.35), "experts_bandwidth": (0.6, 0.35), "kv_bandwidth": (0.6, 0.35), "attention": (0.3, 0.35),
-    "bf16": (0.6, 0.35), "fp8": (0.5, 0.35), "fp4": (0.35, 0.35), "experts": (0.5, 0.35), "unpacking": (0.5, 0.7),
+    "bf16": (0.6, 0.35), "fp8": (0.5, 0.35), "fp4": (0.35, 0.35), "experts": (0.5, 0.35), "weight_only": (0.5, 0.7),
     "step vllm": (3e-3, 0.7), "step sglang": (2e-3, 0.7), "step trtllm": (1e-3, 0.7),
     "layer vllm": (1.5e-5, 0.7), "layer sglang": (1.5e-5, 0.7), "layer trtllm": (1e-5, 0.7),
-    "experts_layer": (3e-5, 0.7), "sequence": (1e-5, 0.7), "round": (1.2e-5, 0.7), "link": (0.5, 0.35),
-    "exchange": (0.5, 0.35), "overlap": (2.0, 0.35), "mixing": (0.8, 0.7),
-    "queue": (0.3, 0.7), "queue power": (0.7, 0.7), "under way": (0.5, 0.7),
+    "experts_layer": (3e-5, 0.7), "sequence": (1e-5, 0.7), "collective": (1.2e-5, 0.7), "all_reduce": (0.5, 0.35),
+    "all_to_all": (0.5, 0.35), "overlap": (2.0, 0.35), "interference": (0.8, 0.7),
+    "queue": (0.3, 0.7), "queue exponent": (0.7, 0.7), "steps before prefill": (0.5, 0.7),
     "request vllm": (0.02, 0.7), "request sglang": (0.02, 0.7), "request trtllm": (0.02, 0.7),
-    "blackwell layer": (1.0, 0.25), "blackwell round": (1.0, 0.25), "blackwell kv": (1.0, 0.25),
+    "blackwell layer": (1.0, 0.25), "blackwell collective": (1.0, 0.25), "blackwell kv": (1.0, 0.25),
     "blackwell bandwidth": (1.0, 0.25),
 }  # fmt: skip
 NAMES = tuple(START)
 _CENTRE = np.log([value for value, _ in START.values()])
-_REACH = np.array([reach for _, reach in START.values()])
+_SCALE = np.array([scale for _, scale in START.values()])
 
 
 class Roofline:
-    """The planner's roofline over all rows at once; coefficients are logarithms."""
+    """The planner's roofline over all rows at once, with the logarithms of the coefficients as parameters."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
         self.group = rows.codes("family", "system", "backend", "precision")
 
     def predict(self, x: Array) -> tuple[Array, Array, Array, Array]:
-        """Return TPOT and TTFT in a closed loop, and the times of a decode step and of a prompt."""
+        """Return TPOT and TTFT of a closed loop, and the times of a decode step and of a prefill."""
         c, v = dict(zip(NAMES, np.exp(x), strict=True)), self.rows.values
         step, prompt = self._seconds(self.rows.decode, c), self._seconds(self.rows.prompt, c)
         users = v["users"]
-        tpot = step + users * prompt / v["osl"] * c["mixing"]
-        power = c["queue power"] / (1 + c["queue power"])
-        ttft = self._of("request", c) + prompt * (1 + c["queue"] * users**power) + step * c["under way"]
+        tpot = step + users * prompt / v["osl"] * c["interference"]
+        power = c["queue exponent"] / (1 + c["queue exponent"])
+        ttft = self._of("request", c) + prompt * (1 + c["queue"] * users**power) + step * c["steps before prefill"]
         return tpot, ttft, step, prompt
 
     def _of(self, what: str, c: dict[str, float]) -> Array:
@@ -185,34 +186,34 @@ class Roofline:
         v, newer = self.rows.values, self.rows.values["blackwell"]
         read = np.where(v["sparse"] > 0, c["experts_bandwidth"], c["bandwidth"]) * c["blackwell bandwidth"] ** newer
         compute = np.array([c[name] for name in FORMATS])[v["format"].astype(int)]
-        compute = compute * np.where(v["sparse"] > 0, c["experts"], 1) * c["unpacking"] ** v["unpacking"]
+        compute = compute * np.where(v["sparse"] > 0, c["experts"], 1) * c["weight_only"] ** v["weight_only"]
         power = 1 + c["overlap"]
         reading, computing = work["weight_bytes"] / (v["bandwidth"] * read), work["flops"] / (v["flops"] * compute)
         weights = (reading**power + computing**power) ** (1 / power)
         kv = work["kv_bytes"] / (v["bandwidth"] * c["kv_bandwidth"] * c["blackwell kv"] ** newer)
-        sending = work["rounds"] * c["round"] * c["blackwell round"] ** newer
-        sending = sending + work["reduce_bytes"] / (v["link"] * c["link"])
-        sending = sending + work["exchange_bytes"] / (v["link"] * c["exchange"])
+        sending = work["collectives"] * c["collective"] * c["blackwell collective"] ** newer
+        sending = sending + work["all_reduce_bytes"] / (v["link"] * c["all_reduce"])
+        sending = sending + work["all_to_all_bytes"] / (v["link"] * c["all_to_all"])
         layer = (self._of("layer", c) + v["sparse"] * c["experts_layer"]) * c["blackwell layer"] ** newer
         fixed = self._of("step", c) + layer * work["layers"] + work["sequences"] * c["sequence"]
         return np.asarray(weights + kv + work["attention_flops"] / (v["bf16"] * c["attention"]) + sending + fixed)
 
     def fit(self, rows: NDArray[np.int64]) -> Array:
-        """Fit to some rows; rows of one group share an offset that is nobody's coefficient, so it is mostly taken out."""
+        """Fit to some rows; the offset that rows of one group share is not a coefficient, so it is mostly removed."""
         v = self.rows.values
 
         def errors(x: Array) -> Array:
             tpot, ttft, _, _ = self.predict(x)
             first = _white(np.clip(np.log(tpot / v["tpot"])[rows], -1.5, 1.5), self.group[rows], 0.2, 0.1)
             second = _white(np.clip(np.log(ttft / v["ttft"])[rows], -2, 2), self.group[rows], 0.12, 0.3)
-            return np.concatenate([first, second, (x - _CENTRE) / _REACH])
+            return np.concatenate([first, second, (x - _CENTRE) / _SCALE])
 
         found = least_squares(errors, _CENTRE, loss="soft_l1", f_scale=1.5, max_nfev=60)
         return np.asarray(found.x)
 
 
 def _white(errors: Array, group: NDArray[np.int64], between: float, within: float) -> Array:
-    """Scale errors that share an offset within a group so that they count as independent ones."""
+    """Whiten errors that share an offset within a group, so that they count as independent."""
     size = np.bincount(group)
     mean = np.bincount(group, errors) / np.maximum(size, 1)
     part = 1 - np.sqrt(within**2 / (within**2 + size * between**2))
@@ -220,23 +221,23 @@ def _white(errors: Array, group: NDArray[np.int64], between: float, within: floa
 
 
 def folds(rows: Rows, hold_out: str) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield which rows are known and which are asked for; whole groups are held out."""
+    """Yield the training rows and the held-out rows of each fold; whole groups are held out."""
     names = np.array([row[hold_out] for row in rows.raw])
     groups = sorted(set(names))
     np.random.default_rng(0).shuffle(groups)
     parts = min(HOLD_OUTS[hold_out], len(groups))
     for part in range(parts):
-        asked = np.isin(names, groups[part::parts])
-        yield np.flatnonzero(~asked), np.flatnonzero(asked)
+        held = np.isin(names, groups[part::parts])
+        yield np.flatnonzero(~held), np.flatnonzero(held)
 
 
 Prediction = dict[str, Array]
 _LATENCIES = ("ttft", "tpot")
-_SHRINK = 5  # a cell of so many rows is believed by half
+_SHRINK = 5  # the offset of a configuration with this many rows is halved
 
 
 def coefficients(x: Array, *, engine: str, blackwell: float) -> Coefficients:
-    """Return a fit as the planner's catalogue keeps it."""
+    """Return a fit as a Coefficients document."""
     c = dict(zip(NAMES, np.exp(x), strict=True))
     layer = c["blackwell layer"] ** blackwell
     return Coefficients(
@@ -245,28 +246,28 @@ def coefficients(x: Array, *, engine: str, blackwell: float) -> Coefficients:
         experts_bandwidth=c["experts_bandwidth"] / c["bandwidth"],
         kv_bandwidth=c["kv_bandwidth"] * c["blackwell kv"] ** blackwell,
         compute=c["bf16"],
-        compute_in={"fp8": c["fp8"], "fp4": c["fp4"]},
-        unpacking=c["unpacking"],
-        experts=c["experts"],
+        compute_by_format={"fp8": c["fp8"], "fp4": c["fp4"]},
+        weight_only_compute=c["weight_only"],
+        experts_compute=c["experts"],
         attention=c["attention"],
         overlap=1 + c["overlap"],
         step_s=c[f"step {engine}"],
         layer_s=c[f"layer {engine}"] * layer,
         experts_layer_s=c["experts_layer"] * layer,
         sequence_s=c["sequence"],
-        round_s=c["round"] * c["blackwell round"] ** blackwell,
-        link=c["link"],
-        exchange=c["exchange"],
-        mixing=c["mixing"],
-        queue=c["queue"],
-        queue_power=c["queue power"] / (1 + c["queue power"]),
-        under_way=c["under way"],
+        collective_s=c["collective"] * c["blackwell collective"] ** blackwell,
+        all_reduce_bandwidth=c["all_reduce"],
+        all_to_all_bandwidth=c["all_to_all"],
+        prefill_interference=c["interference"],
+        queue_factor=c["queue"],
+        queue_exponent=c["queue exponent"] / (1 + c["queue exponent"]),
+        steps_before_prefill=c["steps before prefill"],
         request_s=c[f"request {engine}"],
     )
 
 
 class Planner:
-    """The planner as it is shipped, with a roofline and trees that saw some rows only."""
+    """The planner as shipped, with a roofline and trees fitted to the training rows only."""
 
     def __init__(self, rows: Rows, roofline: Roofline, known: NDArray[np.int64]) -> None:
         self.rows, self.known = rows, known
@@ -278,18 +279,20 @@ class Planner:
             times = StepTimes(steps, device, own[engine, newer])
             users, prompt, output = (float(v[name][number]) for name in ("users", "isl", "osl"))
             self.times.append(times)
-            self.steady.append(steady_state(times, users=users * steps.split.data, prompt=prompt, output=output))
+            self.steady.append(steady_state(times, concurrency=users * steps.split.data, prompt=prompt, output=output))
         fitted = dict(zip(("tpot", "ttft"), roofline.predict(x)[:2], strict=True))
         self.roofline = {name: np.array([getattr(one, f"{name}_s") for one in self.steady]) for name in _LATENCIES}
         for name in _LATENCIES:
-            assert np.allclose(self.roofline[name], fitted[name], rtol=1e-6), "the planner is not what was fitted"
+            assert np.allclose(self.roofline[name], fitted[name], rtol=1e-6), (
+                "the planner differs from the fitted roofline"
+            )
         table = np.array([self._features(number) for number in range(len(rows))])
-        rests = {name: np.log(v[name] / self.roofline[name]) for name in _LATENCIES}
-        grown = {name: boosted(table[known], rests[name][known], roofline.group[known]) for name in _LATENCIES}
-        left = rests["tpot"][known] - grown["tpot"].predict(table[known])
-        trees = {name: as_lists(one) for name, one in grown.items()}
+        residuals = {name: np.log(v[name] / self.roofline[name]) for name in _LATENCIES}
+        boosters = {name: boosted(table[known], residuals[name][known], roofline.group[known]) for name in _LATENCIES}
+        left = residuals["tpot"][known] - boosters["tpot"].predict(table[known])
+        trees = {name: as_lists(one) for name, one in boosters.items()}
         none = {name: Spread(low=1.0, high=1.0) for name in _LATENCIES}
-        self.rest = ResidualModel(trees, self._cells(left), {"known": none, "new": none})
+        self.residual = ResidualModel(trees, self._known_configs(left), {"known": none, "new": none})
 
     def _engine(self, number: int) -> str:
         return ENGINES[int(self.rows.values["backend"][number])]
@@ -297,13 +300,13 @@ class Planner:
     def _features(self, number: int) -> list[float]:
         return residual_model.features(self._engine(number), self.times[number], self.steady[number])
 
-    def _cells(self, left: Array) -> dict[str, float]:
-        """Return what is left of vLLM's time per token in each cell, then in each split of a cell."""
+    def _known_configs(self, left: Array) -> dict[str, float]:
+        """Return the remaining log error of vLLM's TPOT for each configuration, then for each split of it."""
         found: dict[str, float] = {}
         chosen = [place for place, number in enumerate(self.known) if self._engine(number) == "vllm"]
         left = left.copy()
         for depth in (0, 1):
-            names = {place: residual_model.known_configs(self.times[self.known[place]])[depth] for place in chosen}
+            names = {place: residual_model.config_keys(self.times[self.known[place]])[depth] for place in chosen}
             for name in sorted(set(names.values())):
                 places = [place for place in chosen if names[place] == name]
                 found[name] = float(left[places].sum() / (len(places) + _SHRINK))
@@ -311,14 +314,14 @@ class Planner:
         return found
 
     def predict(self, number: int) -> tuple[float, float]:
-        """Return TTFT and TPOT of a row."""
+        """Return the predicted TTFT and TPOT of a row."""
         times, found, engine = self.times[number], self.steady[number], self._engine(number)
-        factors = self.rest(engine, times, found)
+        factors = self.residual(engine, times, found)
         return found.ttft_s * factors.ttft, found.tpot_s * factors.tpot
 
 
 def boosted(table: Array, target: Array, group: NDArray[np.int64]) -> Any:
-    """Learn by boosted trees, every group counting for the square root of its size."""
+    """Fit boosted trees; each group has the weight of the square root of its size."""
     size = np.bincount(group)[group]
     options = dict(  # noqa: C408
         objective="l1", learning_rate=0.05, num_leaves=15, min_data_in_leaf=12, feature_fraction=0.6,
@@ -328,7 +331,7 @@ def boosted(table: Array, target: Array, group: NDArray[np.int64]) -> Any:
 
 
 def as_lists(booster: Any) -> list[residual_model.Tree]:
-    """Return the trees as the planner keeps them, rounded."""
+    """Return the trees as nested lists with rounded numbers, as in the catalogue."""
 
     def walk(node: dict[str, Any]) -> Any:
         if "leaf_value" in node:
@@ -340,26 +343,26 @@ def as_lists(booster: Any) -> list[residual_model.Tree]:
 
 
 def held_out(
-    rows: Rows, hold_out: str, *, say: Callable[[str], None] = lambda _: None
+    rows: Rows, hold_out: str, *, report: Callable[[str], None] = lambda _: None
 ) -> tuple[Prediction, Prediction]:
-    """Predict every row from other groups: by the roofline alone, and with what the other groups taught of the rest."""
+    """Predict every row from the other groups: with the roofline alone, and with the residual model."""
     roofline = Roofline(rows)
-    alone, taught = ({name: np.zeros(len(rows)) for name in _LATENCIES} for _ in range(2))
-    for number, (known, asked) in enumerate(folds(rows, hold_out)):
-        say(f"{hold_out} {number + 1}")
+    roofline_only, corrected = ({name: np.zeros(len(rows)) for name in _LATENCIES} for _ in range(2))
+    for number, (known, held) in enumerate(folds(rows, hold_out)):
+        report(f"{hold_out} {number + 1}")
         planner = Planner(rows, roofline, known)
-        for row in asked:
-            taught["ttft"][row], taught["tpot"][row] = planner.predict(row)
+        for row in held:
+            corrected["ttft"][row], corrected["tpot"][row] = planner.predict(row)
         for name in _LATENCIES:
-            alone[name][asked] = planner.roofline[name][asked]
-    return alone, taught
+            roofline_only[name][held] = planner.roofline[name][held]
+    return roofline_only, corrected
 
 
 def spreads(rows: Rows, predicted: Prediction) -> dict[str, Spread]:
-    """Return the factors that hold 80 % of vLLM's rows."""
+    """Return the factors between which 80 % of vLLM's rows fall."""
     vllm = rows.values["backend"] == ENGINES.index("vllm")
     found = {}
     for name in _LATENCIES:
         low, high = np.quantile((rows.values[name] / predicted[name])[vllm], [0.1, 0.9])
-        found[name] = Spread(low=round(float(low), 3), high=round(float(high), 3), of=int(vllm.sum()))
+        found[name] = Spread(low=round(float(low), 3), high=round(float(high), 3), points=int(vllm.sum()))
     return found

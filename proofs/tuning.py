@@ -1,4 +1,4 @@
-"""What the proofs of `tune` share: a workload with short answers, a promise, and an order for SmolLM2."""
+"""Shared by the proofs of `tune`: a workload with short answers, an SLO, and a spec for SmolLM2."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ WORKLOAD = Workload.model_validate(
         "output": {"shape": "lognormal", "median": 5, "p95": 12, "max": 16},
     }
 )
-PROMISE = SLO.model_validate({"ttft": {"p90": "400ms"}, "tpot": {"p90": "80ms"}})
+TUNE_SLO = SLO.model_validate({"ttft": {"p90": "400ms"}, "tpot": {"p90": "80ms"}})
 REQUESTS = 65  # at each load
 
 
-def order(**more: Any) -> tune.TuneSpec:
-    """Ask for the best way to serve SmolLM2 to such users."""
+def tune_spec(**more: Any) -> tune.TuneSpec:
+    """Return the spec that tunes llama.cpp with SmolLM2 for this workload."""
     source = str(models.make_all().safetensors)
-    return tune.TuneSpec(source, WORKLOAD, PROMISE, requests=REQUESTS, engines=("llamacpp",), **more)
+    return tune.TuneSpec(source, WORKLOAD, TUNE_SLO, requests=REQUESTS, engines=("llamacpp",), **more)

@@ -1,10 +1,10 @@
-"""The program's first lines: `powerband` and `python -m powerband`."""
+"""Entry point of `powerband` and `python -m powerband`."""
 
 import signal
 
 
 def main() -> None:
-    """Let Ctrl-C end the process until a command handles it; a shell may have left the signal ignored."""
+    """Run the command line; Ctrl-C ends the process until a command handles it, even if a shell ignored SIGINT."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from powerband.cli.main import main as run
 

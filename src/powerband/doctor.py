@@ -1,4 +1,4 @@
-"""Say what is on this machine, which engines it has, and what to do about what is missing."""
+"""Inspect this machine: hardware, installed engines, and advice on what is missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from powerband.runtime import devices, installations
 
 @dataclass(frozen=True)
 class Advice:
-    """Something that is missing or in the way, and the command that fixes it."""
+    """A problem, and the command that fixes it."""
 
     sentence: str
     fix: str
@@ -21,7 +21,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Report:
-    """What the doctor found."""
+    """The result of `examine`."""
 
     host: Host
     engines: tuple[Installation, ...]
@@ -29,11 +29,9 @@ class Report:
 
 
 def examine() -> Report:
-    """Look at the machine and at the engines on it."""
+    """Inspect the hardware and find the installed engines."""
     host = devices.this_host()
-    found = tuple(
-        one for name in engines.names() if engines.get(name).programs for one in installations.found_here(name)
-    )
+    found = tuple(one for name in engines.names() if engines.get(name).programs for one in installations.discover(name))
     return Report(host=host, engines=found, advice=tuple(_advise(host, found)))
 
 
@@ -45,7 +43,7 @@ def _advise(host: Host, found: tuple[Installation, ...]) -> list[Advice]:
     if host.gpu_problem:
         advice.append(Advice(host.gpu_problem, "nvidia-smi"))
     if "amx_tile" in host.instruction_sets and not host.amx_usable:
-        advice.append(Advice("the CPU lists AMX but the kernel does not let it be used; vLLM does without it", ""))
+        advice.append(Advice("the CPU has AMX, but the kernel does not permit its use; vLLM runs without AMX", ""))
     if host.available_bytes < 2 * 2**30:
         advice.append(Advice(f"only {about_bytes(host.available_bytes)} of memory is free", "free some memory"))
     return advice

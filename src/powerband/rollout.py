@@ -1,4 +1,4 @@
-"""The stage `rollout`: another recipe beside the one that is served; the better one stays, and nobody is refused."""
+"""The stage `rollout`: run a new recipe as a canary next to the current one, then promote it or roll it back."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _PROBES = (
     "The chemical formula of water is", "An apple a day keeps the", "The largest planet is", "Twelve months make a",
     "The author of Hamlet is William",
 )  # fmt: skip
-_SAME = 0.5  # of the probes must be answered with the same first words, whatever chance does
-_WORSE = 0.05  # of the requests may be late or lost more often
-_SAY = 0.5
+_MIN_SAME_ANSWERS = 0.5  # share of probe prompts whose first tokens must be equal
+_MAX_REGRESSION = 0.05  # by which the shares of failed and of late requests may exceed those of the current recipe
+_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What became of it."""
+class RolloutResult:
+    """Outcome of a rollout."""
 
     promoted: bool
     reason: str
-    answered: int  # by the recipe on trial
+    answered: int  # requests that the canary served
 
 
 async def rollout(
@@ -43,38 +43,38 @@ async def rollout(
     new: Path,
     *,
     model: str | None = None,
-    share: float = 0.1,
+    canary_weight: float = 0.1,
     requests: int = 100,
     timeout_s: float = 600.0,
-    say: Callable[[str], None] = lambda _: None,
-) -> Verdict:
-    """Try a recipe with a share of the traffic; put it in the place of the old one, or give it up."""
-    old = FleetSpec.read(folder).part(model)
-    name = old.name
-    part = dataclasses.replace(next(iter(resolve(new)[0].values())), name=name, replicas=old.replicas)
-    if part.recipe == old.recipe:
-        part = dataclasses.replace(part, recipe=f"{part.recipe} (new)")
-    kept = {name: getattr(old, name) for name in ("aliases", "fallback", "max_replicas", "warm")}
-    part = dataclasses.replace(part, **kept)
-    told = {"do": "try", "model": name, "part": dataclasses.asdict(part), "share": 0.0, "replicas": 1}
-    say(f"start {part.recipe} beside {old.recipe}")
-    await _order(folder, told)
-    reason, answered = await _trial(
-        folder, name, old, part, share=share, requests=requests, timeout_s=timeout_s, say=say
+    report: Callable[[str], None] = lambda _: None,
+) -> RolloutResult:
+    """Send a share of the traffic to a new recipe; promote it if it does no worse than the current one."""
+    current = FleetSpec.read(folder).model(model)
+    name = current.name
+    canary = dataclasses.replace(next(iter(resolve(new)[0].values())), name=name, replicas=current.replicas)
+    if canary.recipe == current.recipe:
+        canary = dataclasses.replace(canary, recipe=f"{canary.recipe} (new)")
+    kept = {name: getattr(current, name) for name in ("aliases", "fallback", "max_replicas", "warm")}
+    canary = dataclasses.replace(canary, **kept)
+    report(f"starting canary {canary.recipe} next to {current.recipe}")
+    command = {"action": "start_canary", "model": name, "model_spec": dataclasses.asdict(canary)}
+    await _send_command(folder, {**command, "canary_weight": 0.0, "replicas": 1})
+    objection, answered = await _run_canary(
+        folder, current, canary, canary_weight=canary_weight, requests=requests, timeout_s=timeout_s, report=report
     )
-    say(f"{'promote' if not reason else 'roll back'} {part.recipe}")
-    await _order(folder, {"do": "abandon" if reason else "promote", "model": name})
-    return Verdict(
-        not reason, reason or f"{part.recipe} answered {answered} requests no worse than {old.recipe}", answered
-    )
+    report(f"{'rolling back' if objection else 'promoting'} {canary.recipe}")
+    await _send_command(folder, {"action": "rollback" if objection else "promote", "model": name})
+    reason = objection or f"{canary.recipe} served {answered} requests no worse than {current.recipe}"
+    return RolloutResult(not objection, reason, answered)
 
 
-async def _order(folder: Path, told: dict[str, Any]) -> dict[str, Any]:
+async def _send_command(folder: Path, command: dict[str, Any]) -> dict[str, Any]:
+    """Send a command to the supervisor, and return its answer."""
     try:
         reader, writer = await asyncio.open_unix_connection(folder / "supervisor.sock")
     except OSError:
-        raise InputError(f"no fleet runs in {folder}", hint="give the folder that 'powerband serve' named") from None
-    writer.write(json.dumps(told).encode() + b"\n")
+        raise InputError(f"no fleet runs in {folder}", hint="give the folder that 'powerband serve' printed") from None
+    writer.write(json.dumps(command).encode() + b"\n")
     answer: dict[str, Any] = json.loads(await reader.readline())
     writer.close()
     if "error" in answer:
@@ -82,79 +82,93 @@ async def _order(folder: Path, told: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-async def _trial(
+async def _run_canary(
     folder: Path,
-    name: str,
-    old: ModelSpec,
-    new: ModelSpec,
+    current: ModelSpec,
+    canary: ModelSpec,
     *,
-    share: float,
+    canary_weight: float,
     requests: int,
     timeout_s: float,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> tuple[str, int]:
-    """Return why the new recipe is given up, or nothing; and how many requests it answered."""
+    """Return the reason to roll the canary back, or "", and how many requests it served."""
+    name = current.name
     until = time.monotonic() + timeout_s
     probed = False
-    seen = 0
+    answered = 0
     while time.monotonic() < until:
-        await asyncio.sleep(_SAY)
+        await asyncio.sleep(_POLL_S)
         status = json.loads((folder / "status.json").read_text())
-        seats = [one for one in status["replicas"] if one["model"] == name]
-        fresh = [one for one in seats if one["recipe"] == new.recipe]
-        if failed := next((one["problem"] for one in fresh if one["problem"] and one["starts"] > 1), ""):
-            return f"it does not start: {failed}", 0
-        ready = [one["address"] for one in fresh if one["address"]]
+        replicas = [one for one in status["replicas"] if one["model"] == name]
+        canaries = [one for one in replicas if one["recipe"] == canary.recipe]
+        if failed := next((one["problem"] for one in canaries if one["problem"] and one["starts"] > 1), ""):
+            return f"the canary does not start: {failed}", 0
+        ready = [one["address"] for one in canaries if one["address"]]
         if not ready:
             continue
         if not probed:
-            steady = [one["address"] for one in seats if one["recipe"] == old.recipe and one["address"]]
-            if objection := await _unlike(steady[0] if steady else ready[0], ready[0], name):
+            stable = [one["address"] for one in replicas if one["recipe"] == current.recipe and one["address"]]
+            if objection := await _compare_answers(stable[0] if stable else ready[0], ready[0], name):
                 return objection, 0
             probed = True
-            say(f"its answers are like the old ones: it gets {share:.0%} of the requests")
-            await _order(folder, {"do": "share", "model": name, "share": share})
-        held = status.get("recipes", {})
-        if objection := _worse(held.get(old.recipe), held.get(new.recipe), new.ttft_s or old.ttft_s):
-            return objection, held[new.recipe]["done"]
-        seen = held.get(new.recipe, {}).get("done", 0)
-        if seen >= requests:
-            return "", seen
-    return f"only {seen} of {requests} requests came in time to judge it", seen
+            report(f"the canary's answers match: sending it {canary_weight:.0%} of the requests")
+            weight = {"action": "set_canary_weight", "model": name, "canary_weight": canary_weight}
+            await _send_command(folder, weight)
+        counts = status.get("recipes", {})
+        limit_s = canary.ttft_s or current.ttft_s
+        if objection := _regression(counts.get(current.recipe), counts.get(canary.recipe), limit_s):
+            return objection, counts[canary.recipe]["done"]
+        answered = counts.get(canary.recipe, {}).get("done", 0)
+        if answered >= requests:
+            return "", answered
+    return f"the canary served {answered} of {requests} requests before the timeout of {timeout_s:g} s", answered
 
 
-async def _unlike(old: str, new: str, model: str) -> str:
-    """Ask both the same; return what is wrong where the answers begin otherwise."""
+async def _compare_answers(current: str, canary: str, model: str) -> str:
+    """Send the probe prompts to both addresses; return the objection if too few answers begin with the same tokens."""
     same = 0
     async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
 
-        async def begin(address: str, text: str) -> str:
-            body = {"model": model, "prompt": text, "max_tokens": 2, "temperature": 0}
+        async def first_tokens(address: str, prompt: str) -> str:
+            body = {"model": model, "prompt": prompt, "max_tokens": 2, "temperature": 0}
             answer = await http.post(f"http://{address}/v1/completions", json=body)
             return str(answer.json()["choices"][0]["text"]) if answer.status_code == 200 else f"{answer.status_code}"
 
-        for text in _PROBES:
+        for prompt in _PROBES:
             try:
-                same += await begin(old, text) == await begin(new, text)
+                same += await first_tokens(current, prompt) == await first_tokens(canary, prompt)
             except (httpx.HTTPError, KeyError, ValueError):
-                return "it does not answer"
-    if wilson(same, len(_PROBES)).high < _SAME:
-        return f"its answers are not the old ones: {same} of {len(_PROBES)} begin alike"
+                return "the canary or the current recipe did not answer a probe prompt"
+    if wilson(same, len(_PROBES)).high < _MIN_SAME_ANSWERS:
+        return (
+            f"the canary's answers differ: {same} of {len(_PROBES)} probe prompts give the same first tokens"
+            f" (expected: at least {_MIN_SAME_ANSWERS:.0%})"
+        )
     return ""
 
 
-def _worse(old: dict[str, Any] | None, new: dict[str, Any] | None, ttft_s: float | None) -> str:
-    """Return in what the new recipe is worse, beyond doubt."""
-    if not new or not new["done"]:
+def _regression(current: dict[str, Any] | None, canary: dict[str, Any] | None, ttft_s: float | None) -> str:
+    """Return in what the canary is significantly worse than the current recipe, or ""."""
+    if not canary or not canary["done"]:
         return ""
-    lost = wilson(new["failed"], new["done"])
-    before = old["failed"] / old["done"] if old and old["done"] else 0.0
-    if lost.low > before + _WORSE:
-        return f"{new['failed']} of its {new['done']} requests failed"
-    if ttft_s is None or not new["ttft_s"]:
+    failed = wilson(canary["failed"], canary["done"])
+    failed_before = current["failed"] / current["done"] if current and current["done"] else 0.0
+    if failed.low > failed_before + _MAX_REGRESSION:
+        return (
+            f"{canary['failed']} of the canary's {canary['done']} requests failed (current recipe: {failed_before:.0%})"
+        )
+    if ttft_s is None or not canary["ttft_s"]:
         return ""
-    late = sum(one > ttft_s for one in new["ttft_s"])
-    usual = sum(one > ttft_s for one in old["ttft_s"]) / len(old["ttft_s"]) if old and old["ttft_s"] else 0.0
-    if wilson(late, len(new["ttft_s"])).low > usual + _WORSE:
-        return f"{late} of its {len(new['ttft_s'])} answers began late, {usual:.0%} of the old ones"
+    late = sum(one > ttft_s for one in canary["ttft_s"])
+    late_before = (
+        sum(one > ttft_s for one in current["ttft_s"]) / len(current["ttft_s"])
+        if current and current["ttft_s"]
+        else 0.0
+    )
+    if wilson(late, len(canary["ttft_s"])).low > late_before + _MAX_REGRESSION:
+        return (
+            f"{late} of the canary's {len(canary['ttft_s'])} requests had a TTFT above {ttft_s:g} s"
+            f" (current recipe: {late_before:.0%})"
+        )
     return ""

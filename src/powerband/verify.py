@@ -1,14 +1,15 @@
-"""The stage `verify`: does a recipe still hold here?"""
+"""The stage `verify`: check on this machine whether a recipe still meets its promises."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from powerband import bench
-from powerband import evaluate as gate
+import powerband.bench as bench
+import powerband.evaluate as gate
+from powerband._callable import make_callable
 from powerband.bench.profiles import inconclusive, sustains
 from powerband.core.deployment import Deployment
 from powerband.core.measurement import Level
@@ -19,43 +20,53 @@ from powerband.evaluate.probes import probes
 from powerband.evaluate.tasks import Task
 from powerband.launchers import local
 from powerband.launchers.local import Prepared
+from powerband.reports import html
 from powerband.runtime import model_files
 from powerband.runtime.replica import Replica
 from powerband.store import documents
 
-_SEED = 2_000_000  # requests that neither the search nor the proof saw
-_TRIES = 3
-_MEMORY_SPARE, _MEMORY_ROOM = 1.2, 256 * 2**20
+_SEED = 2_000_000  # workload seed of requests that neither search nor validation used
+_MAX_RUNS = 3  # of the promised rate
+_MEMORY_FACTOR, _MEMORY_SLACK_BYTES = 1.2, 256 * 2**20  # that an engine may take beyond the recipe
 
-Found = Literal["holds", "broken", "cannot say"]
+CheckResult = Literal["holds", "broken", "undecided"]
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Check:
-    """One promise of the recipe, and what came of it."""
+    """The result for one promise of the recipe."""
 
     promise: str
-    found: Found
+    found: CheckResult
     said: str
 
 
 @dataclass
-class Verified:
-    """What `verify` found."""
+class VerifyResult:
+    """The checks, and what differs from the machine and engine of the validation."""
 
     checks: list[Check] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
-    def found(self) -> Found:
-        """Return the verdict: one broken promise breaks the recipe."""
-        every = {one.found for one in self.checks}
-        return "broken" if "broken" in every else "cannot say" if "cannot say" in every else "holds"
+    def found(self) -> CheckResult:
+        """Return the overall result: a recipe with one broken promise is broken."""
+        results = {one.found for one in self.checks}
+        return "broken" if "broken" in results else "undecided" if "undecided" in results else "holds"
+
+    def to_records(self) -> list[dict[str, Any]]:
+        """Return a flat row for each of the checks."""
+        return [asdict(one) for one in self.checks]
+
+    def _repr_html_(self) -> str:
+        """Return the checks as an HTML table, for a notebook."""
+        return html.table(["promise", "result", "details"], [[one.promise, one.found, one.said] for one in self.checks])
 
 
 @dataclass(frozen=True)
 class VerifySpec:
-    """What to prove again."""
+    """The recipe to verify, and how."""
 
     recipe: Recipe
     tasks: dict[str, Task] = field(default_factory=dict)
@@ -63,47 +74,47 @@ class VerifySpec:
     seed: int = 0
 
 
-async def verify(order: VerifySpec, *, folder: Path, say: Callable[[str], None] = lambda _: None) -> Verified:
-    """Start it, hold its answers against the reference and its latencies against the SLO, and weigh it."""
-    recipe, found = order.recipe, Verified()
-    deployment = deployed(recipe.deployment)
+async def verify(spec: VerifySpec, *, folder: Path, report: Report = lambda _: None) -> VerifyResult:
+    """Start the deployment and check weights, latency at the promised rate, memory and quality."""
+    recipe, found = spec.recipe, VerifyResult()
+    deployment = deployment_of(recipe.deployment)
     try:
-        now = model_files.digest(deployment.variant.source)
-        if now != recipe.weights_digest:
-            found.checks.append(Check("weights", "broken", "they are not those that the recipe was proven with"))
-        say("start the engine")
-        prepared = local.prepare(deployment, engine_path=order.engine_path)
+        if model_files.digest(deployment.variant.source) != recipe.weights_digest:
+            found.checks.append(Check("weights", "broken", "their digest differs from the recipe's"))
+        report("start the engine")
+        prepared = local.prepare(deployment, engine_path=spec.engine_path)
         found.notes += _differences(recipe, prepared)
         try:
-            judging = await _judging(order, say)
+            quality_check = await _prepare_quality(spec, report)
         except PowerbandError as error:
-            judging = None
-            found.checks.append(Check("quality", "cannot say", f"the reference: {error.message}"))
+            quality_check = None
+            found.checks.append(Check("quality", "undecided", f"the reference failed: {error.message}"))
         async with local.launch(prepared, directory=folder) as replica:
-            found.checks.append(Check("start", "holds", "the engine starts and is ready"))
-            level = await _hold(order, prepared, replica, folder, say)
+            found.checks.append(Check("start", "holds", "the engine started"))
+            level = await _measure_promised_rate(spec, prepared, replica, folder, report)
             found.checks.append(_latency(level, recipe.promise.rate_per_s))
-            if recipe.promise.memory_bytes and replica.process:  # as it was proven: before anything else is asked
+            if recipe.promise.memory_bytes and replica.process:  # before the quality check, as in the validation
                 found.checks.append(_memory(replica.process.memory_bytes(), recipe.promise.memory_bytes))
-            if judging:
-                found.checks.append(await _quality(judging, prepared, replica, say))
+            if quality_check:
+                found.checks.append(await _quality(quality_check, prepared, replica, report))
     except (EngineError, DeploymentRefused) as error:
         found.checks.append(Check("start", "broken", error.message))
     return found
 
 
-async def probe(order: VerifySpec, url: str, *, folder: Path, say: Callable[[str], None] = lambda _: None) -> Check:
-    """Hold the answers of a replica that runs already against the reference's."""
-    judging = await _judging(order, say)
-    if judging is None:
-        return Check("quality", "cannot say", "the recipe promises none")
-    prepared = local.prepare(deployed(order.recipe.deployment), force=True)  # it has its memory
+async def probe(spec: VerifySpec, url: str, *, folder: Path, report: Report = lambda _: None) -> Check:
+    """Check the quality of a running replica against the reference."""
+    quality_check = await _prepare_quality(spec, report)
+    if quality_check is None:
+        return Check("quality", "undecided", "the recipe has no quality floor")
+    # forced, since the replica already runs and its memory is in use
+    prepared = local.prepare(deployment_of(spec.recipe.deployment), force=True)
     async with local.attach(prepared, url, directory=folder) as replica:
-        return await _quality(judging, prepared, replica, say)
+        return await _quality(quality_check, prepared, replica, report)
 
 
-def deployed(data: dict[str, Any]) -> Deployment[Any]:
-    """Return the deployment that a recipe holds."""
+def deployment_of(data: dict[str, Any]) -> Deployment[Any]:
+    """Return the deployment of a recipe."""
     kind = documents.document_type(Deployment.kind, data, source="the recipe")
     found = kind.validate_data(data, source="the recipe's deployment", lines={})
     assert isinstance(found, Deployment)
@@ -111,88 +122,94 @@ def deployed(data: dict[str, Any]) -> Deployment[Any]:
 
 
 def _differences(recipe: Recipe, prepared: Prepared) -> list[str]:
-    """Say what is not as it was when the recipe was proven."""
+    """Return what differs in machine and engine from the validation of the recipe."""
     machine, now = recipe.provenance.get("machine", {}), prepared.host.described()
     pairs = {
         "engine version": (recipe.engine_version, prepared.installation.version),
         "engine build": (recipe.provenance.get("engine_build"), prepared.installation.build),
         **{name: (machine.get(name), now[name]) for name in ("cpu", "cores", "gpus")},
     }
-    return [f"{name}: {was} then, {now} now" for name, (was, now) in pairs.items() if was != now]
+    return [f"{name}: recipe has {was}, this machine {now}" for name, (was, now) in pairs.items() if was != now]
 
 
 @dataclass(frozen=True)
-class Judging:
-    """Whom answers are held against, and what is asked."""
+class QualityCheck:
+    """The quality reference, and what to evaluate."""
 
     reference: Prepared
-    asked: gate.EvaluateSpec
+    spec: gate.EvaluateSpec
 
 
-async def _judging(order: VerifySpec, say: Callable[[str], None]) -> Judging | None:
-    """Ask the reference first, where the recipe promises quality: beside the candidate it would be in its way."""
-    floor, reference = order.recipe.promise.quality, order.recipe.reference
+async def _prepare_quality(spec: VerifySpec, report: Report) -> QualityCheck | None:
+    """Get the reference's answers before the candidate starts, so that the two do not share the machine."""
+    floor, reference = spec.recipe.promise.quality, spec.recipe.reference
     if floor is None or not reference:
         return None
-    found = Judging(
-        local.prepare(deployed(reference)), gate.EvaluateSpec(floor, probes(), tasks=order.tasks, again=True)
+    found = QualityCheck(
+        local.prepare(deployment_of(reference)), gate.EvaluateSpec(floor, probes(), tasks=spec.tasks, ignore_cache=True)
     )
-    await gate.consult(found.reference, found.asked, progress=lambda said: say(f"quality: {said}"))
+    await gate.ensure_reference_answers(
+        found.reference, found.spec, progress=lambda message: report(f"quality: {message}")
+    )
     return found
 
 
-async def _quality(judging: Judging, prepared: Prepared, replica: Replica, say: Callable[[str], None]) -> Check:
+async def _quality(check: QualityCheck, prepared: Prepared, replica: Replica, report: Report) -> Check:
     try:
         judged = await gate.evaluate(
-            judging.reference,
+            check.reference,
             prepared,
-            judging.asked,
+            check.spec,
             running=replica,
-            progress=lambda said: say(f"quality: {said}"),
+            progress=lambda message: report(f"quality: {message}"),
         )
     except PowerbandError as error:
-        return Check("quality", "cannot say", error.message)
-    verdicts: dict[str, Found] = {"pass": "holds", "fail": "broken", "undecided": "cannot say"}
+        return Check("quality", "undecided", error.message)
+    verdicts: dict[str, CheckResult] = {"pass": "holds", "fail": "broken", "undecided": "undecided"}
     return Check("quality", verdicts[judged.verdict], judged.reason)
 
 
-async def _hold(
-    order: VerifySpec, prepared: Prepared, replica: Replica, folder: Path, say: Callable[[str], None]
+async def _measure_promised_rate(
+    spec: VerifySpec, prepared: Prepared, replica: Replica, folder: Path, report: Report
 ) -> Level:
-    """Hold the promised rate, again where something disturbed it; a promise is broken when it broke twice."""
-    recipe, broken = order.recipe, 0
-    for number in range(_TRIES):
-        say(f"hold {recipe.promise.rate_per_s:.3g}/s{', once more' if number else ''}")
-        seed = _SEED + 100 * order.seed + 10 * number  # each block of a measurement takes one
-        workload = recipe.workload.with_seed(seed).carrying(recipe.promise.rate_per_s)
-        asked = bench.BenchSpec(workload=workload, slo=recipe.promise.slo, blocks=2, hopeless=True)
-        found = await bench.bench(replica, prepared, asked, directory=folder)
+    """Measure the promised rate, and repeat an inconclusive or failed run; the promise is broken if two runs fail."""
+    recipe, failed = spec.recipe, 0
+    for number in range(_MAX_RUNS):
+        report(f"measure {recipe.promise.rate_per_s:.3g} req/s, run {number + 1}")
+        seed = _SEED + 100 * spec.seed + 10 * number  # a run uses one seed for each of its blocks
+        workload = recipe.workload.with_seed(seed).at_rate_if_open(recipe.promise.rate_per_s)
+        bench_spec = bench.BenchSpec(workload=workload, slo=recipe.promise.slo, blocks=2, stop_early=True)
+        found = await bench.bench(replica, prepared, bench_spec, directory=folder)
         level = found.levels[-1]
-        kept = sustains(level, recipe.promise.rate_per_s)
-        broken += not kept and not inconclusive(level)
-        if kept or broken > 1:
+        sustained = sustains(level, recipe.promise.rate_per_s)
+        failed += not sustained and not inconclusive(level)
+        if sustained or failed > 1:
             break
     (folder / "measurement.json").write_text(found.to_json())
     return level
 
 
 def _latency(level: Level, rate_per_s: float) -> Check:
-    told = [
-        f"{one.metric.upper()} {one.percentile} {one.value_s * 1e3:.0f} ms of {one.limit_s * 1e3:.0f}"
+    latencies = [
+        f"{one.metric.upper()} {one.percentile} {one.value_s * 1e3:.0f} ms (limit {one.limit_s * 1e3:.0f} ms)"
         for one in level.slo_checks
         if one.value_s is not None
     ]
-    said = f"at {level.load}: {', '.join(told) or level.verdict}"
+    detail = f"at {level.load}: {', '.join(latencies) or level.verdict}"
     if sustains(level, rate_per_s):
-        return Check("SLO", "holds", said)
+        return Check("SLO", "holds", detail)
     if inconclusive(level):
-        return Check("SLO", "cannot say", "; ".join(one.sentence for one in level.refused))
+        return Check("SLO", "undecided", "; ".join(one.sentence for one in level.failed_guards))
     if level.meets_slo:
-        slow = f"answered at {level.achieved_per_s:.3g}/s, and {rate_per_s:.3g}/s is promised" if level.users else ""
-        said = f"at {level.load}: {'; '.join(one.sentence for one in level.refused) or slow or level.verdict}"
-    return Check("SLO", "broken", said)
+        slow = f"sustained {level.achieved_per_s:.3g} req/s of the promised {rate_per_s:.3g}" if level.users else ""
+        detail = f"at {level.load}: {'; '.join(one.sentence for one in level.failed_guards) or slow or level.verdict}"
+    return Check("SLO", "broken", detail)
 
 
-def _memory(now: int, then: int) -> Check:
-    said = f"{about_bytes(now)}, and {about_bytes(then)} when it was proven"
-    return Check("memory", "holds" if now <= _MEMORY_SPARE * then + _MEMORY_ROOM else "broken", said)
+def _memory(used_bytes: int, recipe_bytes: int) -> Check:
+    limit_bytes = round(_MEMORY_FACTOR * recipe_bytes + _MEMORY_SLACK_BYTES)
+    detail = f"{about_bytes(used_bytes)} (recipe {about_bytes(recipe_bytes)}, limit {about_bytes(limit_bytes)})"
+    return Check("memory", "holds" if used_bytes <= limit_bytes else "broken", detail)
+
+
+make_callable(__name__)

@@ -1,4 +1,4 @@
-"""The contract of every engine adapter; the suite itself is shipped, for adapters outside this repository."""
+"""Every engine adapter fulfils the contract of `powerband.testing`."""
 
 import pytest
 
@@ -7,5 +7,5 @@ from powerband.testing.engine_contract import check_engine
 
 
 @pytest.mark.parametrize("name", engines.names())
-def test_engine_keeps_the_contract(name: str) -> None:
+def test_engine_fulfils_the_contract(name: str) -> None:
     check_engine(engines.get(name))

@@ -1,4 +1,4 @@
-"""The commands that the README and the tutorial show are run as they stand, where a user would run them."""
+"""The commands in README and quick start run as written."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from support import models
 pytestmark = pytest.mark.quiet  # some of them tune
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = [ROOT / "README.md", ROOT / "docs" / "tutorial.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "quickstart.md"]
 
 
 def commands(page: Path) -> list[str]:
@@ -26,7 +26,7 @@ def commands(page: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Path]:
-    """A folder for each page as it supposes it: the model in both formats, and the README's deployment."""
+    """A folder for each page with what it supposes: the model in both formats, and the README's deployment."""
     model = models.make_all()
     yaml = re.search(r"```yaml\n(.*?)```", PAGES[0].read_text(), re.DOTALL)
     assert yaml is not None
@@ -42,7 +42,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Path]:
 @pytest.mark.llamacpp
 @pytest.mark.parametrize(("page", "command"), [(page, c) for page in PAGES for c in commands(page)])
 def test_a_shown_command_works(page: Path, command: str, folders: dict[Path, Path]) -> None:
-    """One after the other: what a command leaves is there for the next ones."""
+    """In order: the files that a command writes are there for the next ones."""
     words, folder = shlex.split(command), folders[page]
     if words[2:] and words[2].startswith("study/") and not (folder / words[2]).exists():
         pytest.skip("there is no study: the command that makes it was skipped or failed")
@@ -62,16 +62,10 @@ def test_a_shown_command_works(page: Path, command: str, folders: dict[Path, Pat
             code = process.wait(timeout=15)
         finally:
             process.terminate()
-    said = output.read_text()
-    measures = words[1] in ("bench", "verify")
-    busy = measures and code == 3 and re.search("other work took|the client sent|not steady", said)
-    assert code == 0 or busy, said  # on a busy machine the guards are right to refuse
-    assert "Traceback" not in said
+    text = output.read_text()
+    rejected = words[1] in ("bench", "verify") and code in (5, 6)
+    busy = rejected and re.search("background CPU load|the client sent|steady", text)
+    assert code == 0 or busy, text  # on a busy machine the guards are right to reject
+    assert "Traceback" not in text
     if words[1] == "tune":
         assert (folder / "study" / "recipe.yaml").exists()
-
-
-def test_every_link_leads_somewhere() -> None:
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"

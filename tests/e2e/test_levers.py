@@ -58,7 +58,7 @@ async def test_a_draft_that_would_be_ignored_is_a_failure() -> None:
         async with started("llamacpp", **knobs):
             pytest.fail("it must not count as ready")
     assert caught.value.failure == "lever_ignored"
-    assert "without speculation" in caught.value.message
+    assert "disabled speculation" in caught.value.message
 
 
 @pytest.mark.vllm

@@ -1,4 +1,4 @@
-"""What is on this machine, read by the real code from real kernel files and a real NVML binding."""
+"""Hardware detection, from kernel files and through the NVML binding."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def doctor(env: dict[str, str]) -> dict[str, Any]:
 def nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiler = shutil.which("cc")
     if compiler is None:
-        pytest.skip("needs a C compiler for the NVML stand-in")
+        pytest.skip("needs a C compiler for the NVML stub")
     folder = tmp_path_factory.mktemp("nvml")
     library = folder / "libnvidia-ml.so.1"
     subprocess.run([compiler, "-shared", "-fPIC", "-w", "-o", str(library), str(HERE / "nvml.c")], check=True)
@@ -41,8 +41,8 @@ def test_gpus_are_read_through_nvml(nvml: Path) -> None:
     assert gpus[0]["compute_capability"] == "9.0"
 
 
-def test_a_gpu_machine_gets_the_gpu_build(nvml: Path, tmp_path: Path) -> None:
-    """A deployment that does not fit the free memory of a GPU is refused, and names the GPU."""
+def test_a_deployment_that_does_not_fit_a_gpu_is_refused(nvml: Path, tmp_path: Path) -> None:
+    """The error names the GPU and its free memory."""
     model = tmp_path / "model"
     model.mkdir()
     facts = {"num_hidden_layers": 80, "num_attention_heads": 64, "hidden_size": 8192, "vocab_size": 128256}
@@ -61,12 +61,12 @@ def test_a_gpu_machine_gets_the_gpu_build(nvml: Path, tmp_path: Path) -> None:
     assert "tensor_parallel_size" in error["hint"]
 
 
-def test_without_a_driver_there_is_no_gpu_and_no_problem() -> None:
+def test_a_machine_without_a_driver_has_no_gpu_problem() -> None:
     host = doctor({"LD_LIBRARY_PATH": "/nowhere"})["host"]
     assert host["gpu_problem"] is None
 
 
-def test_cores_and_memory_agree_with_the_kernel() -> None:
+def test_cores_and_memory_match_the_kernel() -> None:
     host = devices.this_host()
     assert len(host.cores) == len(os.sched_getaffinity(0))
     total_kib = int(Path("/proc/meminfo").read_text().split()[1])

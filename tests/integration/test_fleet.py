@@ -128,7 +128,7 @@ async def test_crowds_that_leave_in_the_middle_leave_no_place_taken(tmp_path: Pa
 
 async def test_a_client_cannot_choose_where_it_goes(tmp_path: Path) -> None:
     async with fleets.running(fleets.write(tmp_path)) as (fleet, http):
-        inside = f"127.0.0.1:{fleet.order.admin_port}"
+        inside = f"127.0.0.1:{fleet.spec.admin_port}"
         answer = await chat(http, {"x-gateway-destination-endpoint": inside, "x-powerband-replica": "me"})
         assert answer.status_code == 200
         assert answer.headers["x-powerband-replica"] in replicas(fleet)
@@ -282,7 +282,9 @@ async def test_a_rollout_promotes_what_is_as_good_and_nothing_else(tmp_path: Pat
                 found.append(await chat(http))
 
         users = [asyncio.create_task(user()) for _ in range(4)]
-        verdict = await rollout.rollout(fleet.folder, tmp_path / "newer.json", share=0.3, requests=20, timeout_s=30)
+        verdict = await rollout.rollout(
+            fleet.folder, tmp_path / "newer.json", canary_weight=0.3, requests=20, timeout_s=30
+        )
         await asyncio.sleep(0.5)
         stop.set()
         await asyncio.gather(*users)
@@ -333,7 +335,7 @@ async def test_captured_traffic_holds_shared_beginnings_and_no_words(tmp_path: P
             messages = [{"role": "user", "content": f"{shared} Who, number {number}, was the last?"}]
             assert (await chat(http, messages=messages)).status_code == 200
         for _ in range(50):
-            if len(held := observe.notes(fleet.folder, FleetSpec.read(fleet.folder).part(None))) == 3:
+            if len(held := observe.read_records(fleet.folder, FleetSpec.read(fleet.folder).model(None))) == 3:
                 break
             await asyncio.sleep(0.1)
     first, second, third = (row["hash_ids"] for row in held)

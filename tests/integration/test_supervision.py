@@ -1,4 +1,4 @@
-"""Real processes against the golden server: known latencies, every way to die, nothing left behind."""
+"""Supervision of real processes, with the golden server: latencies, failures, and no process left behind."""
 
 import asyncio
 import contextlib
@@ -55,7 +55,7 @@ def free(port: int) -> bool:
 
 
 def mentioning(text: str) -> list[int]:
-    """Return the processes whose command line holds the text."""
+    """Return the processes whose command line contains the text."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         if any(text in word for word in process.info["cmdline"] or ()) and process.pid != os.getpid():
@@ -63,7 +63,7 @@ def mentioning(text: str) -> list[int]:
     return found
 
 
-async def test_it_is_ready_inside_and_gone_after(tmp_path: Path) -> None:
+async def test_a_replica_is_ready_inside_the_context_and_stopped_after_it(tmp_path: Path) -> None:
     async with running(tmp_path) as replica:
         assert replica.state == "ready"
         assert replica.process is not None and replica.process.pid is not None and replica.port is not None
@@ -79,8 +79,8 @@ async def test_it_is_ready_inside_and_gone_after(tmp_path: Path) -> None:
 
 
 @pytest.mark.quiet
-async def test_the_golden_server_keeps_its_pacing(tmp_path: Path) -> None:
-    """First token after 50 ms, then one per 20 ms: held to 15 ms in the median on a shared machine."""
+async def test_the_golden_server_keeps_its_schedule(tmp_path: Path) -> None:
+    """First token after 50 ms, then one every 20 ms; medians within 15 ms and 5 ms on a shared machine."""
     firsts, gaps = [], []
     async with running(tmp_path, ttft_s="50ms", itl_s="20ms") as replica, httpx.AsyncClient() as client:
         for _ in range(7):
@@ -98,7 +98,7 @@ async def test_the_golden_server_keeps_its_pacing(tmp_path: Path) -> None:
     assert abs(sorted(gaps)[len(gaps) // 2] - 0.02) < 0.005
 
 
-async def test_gauges_count_what_was_done(tmp_path: Path) -> None:
+async def test_gauges_count_requests_and_tokens(tmp_path: Path) -> None:
     async with running(tmp_path, max_num_seqs=2, max_num_queued_reqs=3, itl_s="50ms") as replica:
         before = await replica.gauges()
         async with httpx.AsyncClient() as client:
@@ -120,27 +120,27 @@ async def test_gauges_count_what_was_done(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "failure", "says"),
+    ("fault", "failure", "message"),
     [
         ("never_ready", "never_ready", "was not ready after 1 s"),
-        ("dies_on_first_request", "died_on_first_request", "died of its first request"),
+        ("dies_on_first_request", "died_on_first_request", "crashed on its first request"),
         ("out_of_memory", "out_of_memory", "ran out of memory"),
-        ("crashes", "crashed", "died at its start"),
+        ("crashes", "crashed", "crashed during startup"),
     ],
 )
-async def test_a_fault_becomes_a_typed_failure(tmp_path: Path, fault: str, failure: str, says: str) -> None:
+async def test_a_fault_becomes_a_typed_failure(tmp_path: Path, fault: str, failure: str, message: str) -> None:
     timeout = 1 if fault == "never_ready" else 20
     with pytest.raises(EngineFailed) as caught:
         async with running(tmp_path, fault=fault, ready_timeout_s=timeout):
             pytest.fail("it must not become ready")
     assert caught.value.failure == failure
-    assert says in caught.value.message
+    assert message in caught.value.message
     assert caught.value.hint and caught.value.exit_code == 3
     assert not mentioning(str(tmp_path))
 
 
-async def test_a_death_while_serving_is_noticed(tmp_path: Path) -> None:
-    with pytest.raises(EngineFailed, match="killed from outside"):
+async def test_an_exit_while_serving_raises(tmp_path: Path) -> None:
+    with pytest.raises(EngineFailed, match="killed with SIGKILL"):
         async with running(tmp_path) as replica:
             assert replica.process is not None and replica.process.pid is not None
             os.kill(replica.process.pid, signal.SIGKILL)
@@ -164,7 +164,7 @@ async def test_a_child_in_another_session_is_found_and_killed(tmp_path: Path) ->
     assert not alive(children[0].pid)
 
 
-async def test_when_the_keeper_is_killed_the_engine_goes_too(tmp_path: Path) -> None:
+async def test_when_the_keeper_is_killed_the_engine_is_killed_too(tmp_path: Path) -> None:
     with pytest.raises(EngineFailed):
         async with running(tmp_path, fault="leaves_child") as replica:
             assert replica.process is not None and replica.process.pid is not None
@@ -196,7 +196,7 @@ time.sleep(600)
     assert not Path("/dev/shm/powerband-test-block").exists()
 
 
-async def test_temporary_files_go_with_the_engine(tmp_path: Path) -> None:
+async def test_temporary_files_are_removed_with_the_engine(tmp_path: Path) -> None:
     script = "import tempfile, time; print(tempfile.mkstemp()[1], flush=True); time.sleep(600)"
     log = tmp_path / "log"
     async with Process(Command(argv=(sys.executable, "-c", script)), log=log, grace_s=0.2):
@@ -207,27 +207,27 @@ async def test_temporary_files_go_with_the_engine(tmp_path: Path) -> None:
     assert not made.exists() and not made.parent.exists()
 
 
-async def test_what_an_engine_compiles_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_compile_cache_outlives_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POWERBAND_CACHE", str(tmp_path / "cache"))
     async with running(tmp_path) as replica:
         assert replica.process is not None and replica.process.pid is not None
-        told = psutil.Process(replica.process.pid).environ()
-    assert told["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "compiled")
-    assert not told["TORCHINDUCTOR_CACHE_DIR"].startswith(told["TMPDIR"])
+        env = psutil.Process(replica.process.pid).environ()
+    assert env["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "compiled")
+    assert not env["TORCHINDUCTOR_CACHE_DIR"].startswith(env["TMPDIR"])
 
 
-async def test_a_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_size_of_a_log_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("powerband.runtime.process.LOG_MAX_BYTES", 10_000)
     log = tmp_path / "log"
     script = "for i in range(20000): print('line', i)"
     async with Process(Command(argv=(sys.executable, "-c", script)), log=log) as process:
-        await asyncio.wait_for(process.ended.wait(), 20)
+        await asyncio.wait_for(process.exited.wait(), 20)
     assert process.exit_code == 0
     assert log.stat().st_size <= 10_000 and log.with_suffix(".1").stat().st_size <= 10_000
     assert log.read_text().endswith("line 19999\n")
 
 
-async def test_a_program_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+async def test_a_missing_program_raises_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(EngineFailed, match="cannot run /no/such/program"):
         async with Process(Command(argv=("/no/such/program",)), log=tmp_path / "log"):
             pass
@@ -247,44 +247,44 @@ async def test_cancelling_a_start_leaves_nothing(tmp_path: Path) -> None:
     assert not mentioning(str(tmp_path))
 
 
-def test_a_taken_port_is_refused() -> None:
+def test_a_port_in_use_is_refused() -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         number = holder.getsockname()[1]
-        with pytest.raises(InputError, match="is taken"):
+        with pytest.raises(InputError, match="is in use"):
             ports.reserve("127.0.0.1", number)
 
 
-def test_a_reserved_port_is_not_given_twice() -> None:
-    with ports.reserve("127.0.0.1") as port, pytest.raises(InputError, match="is taken"):
+def test_a_port_is_not_reserved_twice() -> None:
+    with ports.reserve("127.0.0.1") as port, pytest.raises(InputError, match="is in use"):
         ports.reserve("127.0.0.1", port.number)
     ports.reserve("127.0.0.1", port.number).__exit__(None, None, None)
 
 
-async def test_a_port_lost_to_a_stranger_is_picked_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stranger binds the port between the reservation and the engine's start."""
-    strangers: list[socket.socket] = []
+async def test_another_port_is_used_if_the_port_was_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process binds the port between the reservation and the engine's start."""
+    others: list[socket.socket] = []
     real = ports.reserve
 
     def reserve(host: str, number: int | None = None) -> ports.Port:
         port = real(host, number)
-        if not strangers:
-            stranger = socket.socket()
-            stranger.bind((host, port.number))
-            stranger.listen()
-            strangers.append(stranger)
+        if not others:
+            other = socket.socket()
+            other.bind((host, port.number))
+            other.listen()
+            others.append(other)
         return port
 
     monkeypatch.setattr(ports, "reserve", reserve)
     async with running(tmp_path) as replica:
-        assert replica.port != strangers[0].getsockname()[1]
-    strangers[0].close()
+        assert replica.port != others[0].getsockname()[1]
+    others[0].close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("moment", [0.1, 0.25, 0.4, 0.8, 1.5])
-def test_however_run_dies_nothing_is_left(tmp_path: Path, number: signal.Signals, moment: float) -> None:
+def test_no_process_is_left_after_run_is_killed(tmp_path: Path, number: signal.Signals, moment: float) -> None:
     argv = [
         sys.executable,
         "-m",

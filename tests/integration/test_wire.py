@@ -1,4 +1,4 @@
-"""Both wires, the compiled one and the one in Python, send and read alike."""
+"""The compiled wire and the Python wire behave the same."""
 
 import json
 import socket
@@ -22,7 +22,7 @@ if wire.compiled is not None:
     KINDS.append(pytest.param(wire.compiled, id="compiled"))
 
 
-def test_it_was_compiled() -> None:
+def test_the_wire_is_compiled() -> None:
     assert wire.compiled is not None, "this machine has a compiler, so the wire must be compiled"
 
 
@@ -34,22 +34,22 @@ def request(tokens: int = 8, *, chat: bool = True) -> bytes:
     return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
 
 
-def collect(line: Any, count: int, *, within_s: float = 10) -> list[Finished]:
+def collect(client: Any, count: int, *, within_s: float = 10) -> list[Finished]:
     found: list[Finished] = []
     deadline = time.monotonic() + within_s
     while len(found) < count and time.monotonic() < deadline:
-        found += [Finished(*one) for one in line.collect(0.05)]
+        found += [Finished(*one) for one in client.collect(0.05)]
     return found
 
 
-def ask(kind: Any, port: int) -> Finished:
-    line = kind.Wire("127.0.0.1", str(port))
+def send_one(kind: Any, port: int) -> Finished:
+    client = kind.Wire("127.0.0.1", str(port))
     try:
-        line.submit(1, time.monotonic_ns(), request(), -1, 0, False)
-        (one,) = collect(line, 1)
+        client.submit(1, time.monotonic_ns(), request(), -1, 0, False)
+        (one,) = collect(client, 1)
         return one
     finally:
-        line.close()
+        client.close()
 
 
 @pytest.fixture(params=KINDS)
@@ -59,15 +59,15 @@ def kind(request: pytest.FixtureRequest) -> Any:
 
 def test_answers_are_read_with_their_times(kind: Any) -> None:
     with golden(ttft_us=30_000, itl_us=10_000) as server:
-        line = kind.Wire("127.0.0.1", str(server.port))
+        client = kind.Wire("127.0.0.1", str(server.port))
         try:
             due = time.monotonic_ns() + 20_000_000
             for number in range(20):
-                line.submit(number, due + number * 5_000_000, request(chat=number % 2 == 0), -1, 0, False)
-            found = collect(line, 20)
-            assert line.state()["in_flight"] == 0 and line.state()["silent"] == 0
+                client.submit(number, due + number * 5_000_000, request(chat=number % 2 == 0), -1, 0, False)
+            found = collect(client, 20)
+            assert client.state()["in_flight"] == 0 and client.state()["silent"] == 0
         finally:
-            line.close()
+            client.close()
     assert sorted(one.id for one in found) == list(range(20))
     for one in found:
         times = array("q", one.times)
@@ -78,72 +78,72 @@ def test_answers_are_read_with_their_times(kind: Any) -> None:
         assert b'"completion_tokens":8' in one.kept and b"engine " not in one.kept
 
 
-def test_a_chain_sends_one_after_another(kind: Any) -> None:
+def test_a_chain_sends_its_requests_one_after_another(kind: Any) -> None:
     with golden(ttft_us=10_000, itl_us=1_000) as server:
-        line = kind.Wire("127.0.0.1", str(server.port))
+        client = kind.Wire("127.0.0.1", str(server.port))
         try:
             due = time.monotonic_ns()
             for number in range(12):
-                line.submit(number, due, request(4), number % 2, 0, False)
-            found = {one.id: one for one in collect(line, 12)}
+                client.submit(number, due, request(4), number % 2, 0, False)
+            found = {one.id: one for one in collect(client, 12)}
         finally:
-            line.close()
+            client.close()
     for number in range(2, 12):
         assert found[number].sent >= found[number - 2].end
-        assert found[number].due == found[number - 2].end, "the next is due when the last has ended"
+        assert found[number].due == found[number - 2].end, "a request is due when the previous one has ended"
 
 
-def test_several_senders_are_one_wire() -> None:
+def test_several_senders_behave_as_one_wire() -> None:
     with golden(ttft_us=10_000, itl_us=1_000) as server:
-        line = wire.connect(wire.Target(server.url, "golden"), senders=3)
+        client = wire.connect(wire.Target(server.url, "golden"), senders=3)
         try:
-            line.warm(6)
+            client.warm(6)
             due = time.monotonic_ns() + 20_000_000
             for number in range(30):
-                line.submit(number, due, request(4), number % 5, 0, False)
-            found = {one.id: one for one in collect(line, 30)}
-            assert line.state()["in_flight"] == 0
+                client.submit(number, due, request(4), number % 5, 0, False)
+            found = {one.id: one for one in collect(client, 30)}
+            assert client.state()["in_flight"] == 0
         finally:
-            line.close()
+            client.close()
     assert len(found) == 30 and all(one.done for one in found.values())
     assert all(found[number].sent >= found[number - 5].end for number in range(5, 30)), "a chain stays on one wire"
 
 
-def test_a_limit_holds_requests_back_and_their_wait_counts(kind: Any) -> None:
+def test_a_limit_delays_requests_and_the_delay_counts(kind: Any) -> None:
     with golden(ttft_us=50_000, itl_us=1_000) as server:
-        line = kind.Wire("127.0.0.1", str(server.port), 2)
+        client = kind.Wire("127.0.0.1", str(server.port), 2)
         try:
             due = time.monotonic_ns()
             for number in range(6):
-                line.submit(number, due, request(1), -1, 0, False)
-            found = collect(line, 6)
+                client.submit(number, due, request(1), -1, 0, False)
+            found = collect(client, 6)
         finally:
-            line.close()
+            client.close()
         server.end()
         assert server.truth["most_in_flight"] == 2
     assert max(one.first - one.due for one in found) > 140_000_000
 
 
-def test_what_is_left_is_cancelled(kind: Any) -> None:
+def test_stop_cancels_unanswered_requests(kind: Any) -> None:
     with golden(ttft_us=5_000_000) as server:
-        line = kind.Wire("127.0.0.1", str(server.port))
+        client = kind.Wire("127.0.0.1", str(server.port))
         try:
             now = time.monotonic_ns()
-            line.submit(1, now, request(), -1, 0, False)
-            line.submit(2, now + 60_000_000_000, request(), -1, 0, False)
-            line.submit(3, now, request(), 0, 0, False)
-            line.submit(4, now, request(), 0, 0, False)
+            client.submit(1, now, request(), -1, 0, False)
+            client.submit(2, now + 60_000_000_000, request(), -1, 0, False)
+            client.submit(3, now, request(), 0, 0, False)
+            client.submit(4, now, request(), 0, 0, False)
             time.sleep(0.3)
-            line.stop()
-            found = {one.id: one for one in collect(line, 4)}
+            client.stop()
+            found = {one.id: one for one in collect(client, 4)}
         finally:
-            line.close()
+            client.close()
     assert {one.outcome for one in found.values()} == {python_wire.CANCELLED}
     assert found[1].sent and found[3].sent and not found[2].sent and not found[4].sent
 
 
-def test_a_run_that_ends_takes_down_what_was_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slowly the wire lets go: the client is woken for each of a hundred that were never sent."""
+def test_the_end_of_a_run_records_the_requests_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the wire returns its hundred cancelled requests one by one."""
     closed = {"arrivals": {"process": "closed", "users": 2}, "output": {"shape": "fixed", "tokens": 8}}
     workload = Workload.model_validate(closed | {"prompt": {"shape": "fixed", "tokens": 8}})
     traffic = prompts.prepare(workload, 100, vocabulary=tokens.vocabulary(None))
@@ -157,46 +157,46 @@ def test_a_run_that_ends_takes_down_what_was_in_flight(monkeypatch: pytest.Monke
 
 
 class OneByOne:
-    """A wire that tells of one request at a time, in the order of their ends."""
+    """A wire whose `collect` returns one request per call."""
 
-    def __init__(self, line: Any) -> None:
-        self.line = line
+    def __init__(self, client: Any) -> None:
+        self.client = client
         self.found: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.line, name)
+        return getattr(self.client, name)
 
     def collect(self, seconds: float) -> list[Any]:
-        self.found += self.line.collect(0 if self.found else seconds)
+        self.found += self.client.collect(0 if self.found else seconds)
         first, self.found = self.found[:1], self.found[1:]
         return first
 
 
-def test_text_is_kept_whole_where_asked(kind: Any) -> None:
+def test_whole_keeps_the_full_text(kind: Any) -> None:
     with golden(ttft_us=1_000, itl_us=1_000) as server:
-        line = kind.Wire("127.0.0.1", str(server.port))
+        client = kind.Wire("127.0.0.1", str(server.port))
         try:
-            line.submit(1, time.monotonic_ns(), request(4), -1, 0, True)
-            (one,) = collect(line, 1)
+            client.submit(1, time.monotonic_ns(), request(4), -1, 0, True)
+            (one,) = collect(client, 1)
         finally:
-            line.close()
-    said = "".join(
+            client.close()
+    text = "".join(
         choice["delta"].get("content", "")
         for event in map(json.loads, one.kept.splitlines())
         for choice in event["choices"]
     )
-    assert said == "the engine works best "
+    assert text == "the engine works best "
 
 
-def test_nobody_there(kind: Any) -> None:
+def test_a_refused_connection(kind: Any) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        one = ask(kind, probe.getsockname()[1])
+        one = send_one(kind, probe.getsockname()[1])
     assert one.outcome == python_wire.NOT_CONNECTED
 
 
 class Scripted:
-    """A server that says exactly these bytes to each connection, piece by piece, and then closes or not."""
+    """A server that sends given bytes on each connection, piece by piece, and optionally closes it."""
 
     def __init__(self, *answers: list[bytes], close: bool = True) -> None:
         self.socket = socket.create_server(("127.0.0.1", 0))
@@ -241,10 +241,10 @@ def chunk(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 4096])
-def test_any_cut_of_the_stream_reads_alike(kind: Any, size: int) -> None:
+def test_fragmentation_of_the_stream_does_not_matter(kind: Any, size: int) -> None:
     stream = HEAD + chunk(EVENT) + chunk(EVENT + USAGE) + b"0\r\nX-Trailer: 1\r\n\r\n"
     with Scripted(list(pieces(stream, size))) as server:
-        one = ask(kind, server.port)
+        one = send_one(kind, server.port)
     assert (one.status, one.outcome, one.done, len(one.times) // 8) == (200, 0, 1, 2)
     assert json.loads(one.kept.splitlines()[-1])["usage"] == {"completion_tokens": 2}
 
@@ -266,23 +266,23 @@ def test_any_cut_of_the_stream_reads_alike(kind: Any, size: int) -> None:
         (HEAD + b"zz\r\n", python_wire.BROKEN_OFF, 200, 0),
     ],
 )
-def test_odd_answers(kind: Any, stream: bytes, outcome: int, status: int, done: int) -> None:
+def test_malformed_and_error_responses(kind: Any, stream: bytes, outcome: int, status: int, done: int) -> None:
     with Scripted([stream]) as server:
-        one = ask(kind, server.port)
+        one = send_one(kind, server.port)
     assert (one.outcome, one.status, one.done) == (outcome, status, done)
     if status == 503:
         assert b"queue full" in one.kept
 
 
-def test_a_closed_idle_connection_is_opened_again(kind: Any) -> None:
+def test_a_request_on_a_closed_idle_connection_is_resent(kind: Any) -> None:
     good = HEAD + chunk(EVENT) + chunk(USAGE) + b"0\r\n\r\n"
-    with Scripted([good], [good]) as server:  # each connection is closed after its answer, without a word
-        line = kind.Wire("127.0.0.1", str(server.port))
+    with Scripted([good], [good]) as server:  # the server closes each connection after its response
+        client = kind.Wire("127.0.0.1", str(server.port))
         try:
             for number in range(2):
-                line.submit(number, time.monotonic_ns(), request(), -1, 0, False)
-                (one,) = collect(line, 1)
+                client.submit(number, time.monotonic_ns(), request(), -1, 0, False)
+                (one,) = collect(client, 1)
                 assert one.outcome == python_wire.ANSWERED and one.done
         finally:
-            line.close()
+            client.close()
         assert server.served == 2

@@ -1,4 +1,4 @@
-"""Real faults for the guards of `bench`: each makes one kind of false number, and returns what became of it."""
+"""Real faults for the guards of `bench`: each function causes one fault, measures it and returns the outcome."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLO = "powerband: slo/1\nttft: {p90: 1s}\n"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run of `bench` left."""
+    """The result of a `bench` command."""
 
     exit_code: int
     measurement: dict[str, Any]
@@ -37,8 +37,8 @@ class Outcome:
     stderr: str
 
     @property
-    def refused(self) -> set[str]:
-        """Return the guards that objected."""
+    def failed_guards(self) -> set[str]:
+        """Return the names of the guards that failed."""
         levels = self.measurement.get("levels", ())
         return {one["guard"] for level in levels for one in level["verdicts"] if not one["valid"]}
 
@@ -50,65 +50,65 @@ def bench(
     files: dict[str, str] | None = None,
     env: dict[str, str] | None = None,
 ) -> Outcome:
-    """Run the command line to its end."""
+    """Run `powerband bench` and return its outcome."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "w.yaml").write_text(workload)
         for extra, text in (files or {}).items():
             (folder / extra).write_text(text)
-        words = [*args, "--workload", str(folder / "w.yaml"), "--output", str(folder / "out")]
+        options = [*args, "--workload", str(folder / "w.yaml"), "--output", str(folder / "out")]
         if slo:
             (folder / "slo.yaml").write_text(slo)
-            words += ["--slo", str(folder / "slo.yaml")]
-        argv = [sys.executable, "-m", "powerband", "bench", *words]
+            options += ["--slo", str(folder / "slo.yaml")]
+        argv = [sys.executable, "-m", "powerband", "bench", *options]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=300, env={**os.environ, **(env or {})})
         file = folder / "out" / "measurement.json"
         return Outcome(done.returncode, json.loads(file.read_text()) if file.exists() else {}, done.stdout, done.stderr)
 
 
 def undisturbed(run: Callable[[], Outcome], *, tries: int = 5) -> Outcome:
-    """Run until the machine was quiet: a shared one is not always, and then the guards are right to object."""
-    for left in range(tries - 1, -1, -1):
+    """Repeat a run until no guard fails because of other load on a shared machine."""
+    for remaining in range(tries - 1, -1, -1):
         outcome = run()
-        if not outcome.refused & {"foreign load", "client", "steady state"} or not left:
+        if not outcome.failed_guards & {"background load", "client", "steady state"} or not remaining:
             return outcome
         time.sleep(10)
     raise AssertionError("unreachable")
 
 
 def clean(seed: int) -> Outcome:
-    """Nothing is wrong."""
+    """A run without a fault."""
     with golden() as server:
         return bench(server.url, "--duration", "5s", "--seed", str(seed), slo=SLO)
 
 
 def starved_client() -> Outcome:
-    """The client has no core to itself left: plain Python, and 96,000 tokens a second to read."""
+    """The client is saturated: the Python wire reads 96,000 tokens/s."""
     flood = CHAT.replace("40}", "600}").replace("tokens: 16", "tokens: 160")
     with golden() as server:
         return bench(server.url, "--duration", "5s", workload=flood, env={"POWERBAND_PURE": "1"})
 
 
 def more_than_it_can() -> Outcome:
-    """Two places, and requests for eight."""
+    """The server has two slots, and the load needs eight."""
     knobs = ["--set", "max_num_seqs=2", "--set", "ttft_s=100ms", "--set", "itl_s=10ms"]
     return bench("--engine", "fake", *knobs, "--duration", "4s")
 
 
 def capped_below_users() -> Outcome:
-    """Thirty-two users, and no more than eight requests let through."""
+    """A closed loop of 32 users with --max-in-flight 8."""
     with golden() as server:
         return bench(server.url, "--users", "32", "--max-in-flight", "8", "--duration", "4s")
 
 
 def drops_answers() -> Outcome:
-    """Nine of a hundred answers break off halfway."""
+    """The server closes the connection halfway in 9 % of the answers."""
     with golden(drop_percent=9) as server:
         return bench(server.url, "--duration", "5s")
 
 
 def few_prompts() -> Outcome:
-    """49 prompts for 4,000 requests."""
+    """A dataset of 49 prompts for 4,000 requests."""
     workload = CHAT.replace("prompt: {shape: fixed, tokens: 24}", "dataset: {path: prompts.jsonl}").replace(
         "40}", "400}"
     )
@@ -124,13 +124,13 @@ def few_prompts() -> Outcome:
 
 
 def wrong_usage() -> Outcome:
-    """The server tells of more tokens than were asked for."""
+    """The server reports more output tokens than were requested."""
     with golden(lie_tokens=4) as server:
         return bench(server.url, "--duration", "5s")
 
 
 def restarts() -> Outcome:
-    """The server is killed while it is measured, and another takes its place."""
+    """The server is killed and restarted during the measurement."""
     port, servers = free_port(), list[subprocess.Popen[bytes]]()
     with tempfile.TemporaryDirectory() as folder:
 
@@ -155,26 +155,26 @@ def restarts() -> Outcome:
 
 
 def too_few_requests() -> Outcome:
-    """Sixty requests cannot tell a p99."""
+    """60 requests for an SLO on p99."""
     with golden() as server:
         return bench(server.url, "--requests", "60", slo=SLO.replace("p90", "p99"))
 
 
 def grows_slower() -> Outcome:
-    """The first token takes 20 ms longer with every second."""
+    """TTFT grows by 20 ms per second."""
     with golden(drift_us_per_s=20_000) as server:
         return bench(server.url, "--duration", "8s")
 
 
 def neighbour() -> Outcome:
-    """Somebody else burns every core."""
+    """Other processes use every core."""
     with golden() as server, burning(os.cpu_count() or 1):
         return bench(server.url, "--duration", "5s")
 
 
 @contextlib.contextmanager
 def burning(count: int) -> Iterator[None]:
-    """Keep processes busy meanwhile."""
+    """Run this many busy processes."""
     burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -184,7 +184,7 @@ def burning(count: int) -> Iterator[None]:
             burner.wait()
 
 
-# guard -> a fault that it must refuse. Preemptions and a warm cache need a real engine: see the end-to-end tests.
+# guard -> a fault that it must detect. Preemptions and a warm cache need a real engine: see the end-to-end tests.
 FAULTS: dict[str, Callable[[], Outcome]] = {
     "client": starved_client,
     "overload": more_than_it_can,
@@ -195,5 +195,5 @@ FAULTS: dict[str, Callable[[], Outcome]] = {
     "engine restart": restarts,
     "sample size": too_few_requests,
     "steady state": grows_slower,
-    "foreign load": neighbour,
+    "background load": neighbour,
 }

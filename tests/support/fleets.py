@@ -39,7 +39,7 @@ async def running(
     folder = path.parent / "run"
     folder.mkdir()
     async with serve.fleet(parts, tenants=tenants, folder=folder, capture=capture) as fleet:
-        await fleet.ready(30)
+        await fleet.wait_until_ready(30)
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=fleet.url, trust_env=False, timeout=30, limits=limits) as http:
             yield fleet, http

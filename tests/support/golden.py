@@ -1,4 +1,4 @@
-"""The compiled golden server: build it once, run it with known latencies and faults, read its truth."""
+"""The compiled golden server: build it, run it with known latencies and faults, read what it recorded."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ SOURCE = Path(__file__).with_name("golden.c")
 
 
 def binary() -> Path:
-    """Return the compiled server; it is compiled when its source is new."""
+    """Return the compiled server; compile it if its source has changed."""
     cache = Path(os.environ.get("POWERBAND_CACHE") or Path.home() / ".cache" / "powerband") / "golden"
     path = cache / hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        half = path.with_suffix(f".{os.getpid()}")
-        subprocess.run(["cc", "-O2", "-o", str(half), str(SOURCE), "-lm"], check=True)
-        half.replace(path)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        subprocess.run(["cc", "-O2", "-o", str(temporary), str(SOURCE), "-lm"], check=True)
+        temporary.replace(path)
     return path
 
 
 @dataclass
 class Golden:
-    """A running golden server; `truth` is there when it has ended."""
+    """A running golden server; `truth` is filled by `end`."""
 
     port: int
     process: subprocess.Popen[bytes]
@@ -44,7 +44,7 @@ class Golden:
         return f"http://127.0.0.1:{self.port}"
 
     def requests(self) -> list[tuple[int, int, int, int]]:
-        """Return (read, first token, end, tokens) of each complete answer, in nanoseconds of the monotonic clock."""
+        """Return (read, first token, end, tokens) of each complete answer; times in ns of the monotonic clock."""
         return [(a, b, c, n) for a, b, c, n in self.truth["requests"] if c]
 
     def end(self) -> None:
@@ -67,8 +67,8 @@ def golden(port: int | None = None, **options: int) -> Iterator[Golden]:
     port = port or free_port()
     with tempfile.TemporaryDirectory() as folder:
         truth = Path(folder) / "truth.json"
-        words = [f"{name}={value}" for name, value in options.items()]
-        process = subprocess.Popen([str(binary()), str(port), str(truth), *words])
+        settings = [f"{name}={value}" for name, value in options.items()]
+        process = subprocess.Popen([str(binary()), str(port), str(truth), *settings])
         server = Golden(port, process, truth)
         try:
             wait_for(port)

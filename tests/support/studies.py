@@ -1,4 +1,4 @@
-"""A study of the golden server that is over in a minute."""
+"""A study of the golden server that takes about a minute."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ output: {shape: fixed, tokens: 4}
 
 
 def argv(folder: Path, name: str, *more: str, trials: int = 4, budget: str = "60s") -> list[str]:
-    """Return the command that tunes into `folder/name`: thirty deployments, half of which crash."""
+    """Return the command that tunes into `folder/name`: 30 configurations, half of which crash."""
     (folder / "w.yaml").write_text(_WORKLOAD)
     (folder / "s.yaml").write_text("powerband: slo/1\nttft: {p90: 300ms}\n")
     return [

@@ -1,4 +1,4 @@
-"""Real logs become typed failures, with the facts that the log holds."""
+"""Recorded engine logs are diagnosed as typed failures, with the values in the log."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ from powerband import engines
 LOGS = Path(__file__).parent.parent / "fixtures" / "logs"
 CASES = {
     "vllm-tp": ("parallelism_refused", "2 does not divide the model's 9 attention heads"),
-    "vllm-context": ("context_too_long", "100000 is above the 8192 tokens"),
+    "vllm-context": ("context_too_long", "100000 is above the model's context length of 8192 tokens"),
     "vllm-flag": ("unknown_flag", "--no-such-flag"),
     "vllm-fp8": ("unsupported", "no kernel static_scaled_fp8_quant"),
     "vllm-kvsmall": ("out_of_memory", "8192 tokens needs 0.18 GiB"),
-    "vllm-memory": ("out_of_memory", "60.0 GiB of KV cache were asked for"),
+    "vllm-memory": ("out_of_memory", "the KV cache of 60.0 GiB does not fit"),
     "vllm-lora": ("lora_broken", "lora_alpha"),
     "vllm-suffix": ("unsupported", "arctic-inference"),
     "vllm-eagle": ("wrong_format", "LlamaModel has no 'model'"),
@@ -22,8 +22,8 @@ CASES = {
     "vllm-batch": ("wrong_value", "max_num_batched_tokens (8) must be greater"),
     "vllm-block": ("crashed", "No common block size for 17"),
     "vllm-quant": ("wrong_value", "Cannot find the config file for awq"),
-    "vllm-gpu-startup": ("out_of_memory", "0.9 of cuda:0, 19.84 GiB, and 19.77 GiB"),
-    "vllm-gpu-oom": ("out_of_memory", "350.00 MiB more was wanted"),
+    "vllm-gpu-startup": ("out_of_memory", "0.9 of cuda:0 (19.84 GiB); 19.77 GiB"),
+    "vllm-gpu-oom": ("out_of_memory", "tried to allocate another 350.00 MiB"),
     "llamacpp-flag": ("unknown_flag", "--no-such-flag"),
     "llamacpp-value": ("wrong_value", "--threads"),
     "llamacpp-fa": ("unsupported", "flash attention"),
@@ -31,12 +31,12 @@ CASES = {
     "llamacpp-trunc": ("corrupt_file", "not within the file bounds"),
     "llamacpp-lora": ("lora_broken", "not a LoRA adapter"),
     "llamacpp-mtp": ("unsupported", "MTP layers"),
-    "llamacpp-gpu-oom": ("out_of_memory", "memory ran out on the device"),
+    "llamacpp-gpu-oom": ("out_of_memory", "out of memory on the device"),
 }
 SILENT = {
     "llamacpp-eagle": ("lever_ignored", "draft model is not eagle3"),
     "llamacpp-draftless": ("lever_ignored", "draft-simple requires a draft context"),
-    "llamacpp-context": ("lever_ignored", "cap the context of 100096 tokens at the model's 8192"),
+    "llamacpp-context": ("lever_ignored", "capped the context of 100096 tokens at the model's 8192"),
 }
 
 
@@ -51,19 +51,19 @@ def diagnose(case: str, *, ready: bool = False) -> tuple[str, str] | None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_failure_is_named(case: str) -> None:
-    kind, says = CASES[case]
+def test_a_failure_is_diagnosed(case: str) -> None:
+    kind, message = CASES[case]
     found = diagnose(case)
     assert found is not None and found[0] == kind
-    assert says in found[1]
+    assert message in found[1]
 
 
 @pytest.mark.parametrize("case", SILENT)
-def test_a_lever_that_is_given_up_in_silence_is_named(case: str) -> None:
-    kind, says = SILENT[case]
+def test_a_silently_ignored_lever_is_diagnosed(case: str) -> None:
+    kind, message = SILENT[case]
     found = diagnose(case, ready=True)
     assert found is not None and found[0] == kind
-    assert says in found[1]
+    assert message in found[1]
 
 
 def test_every_log_is_used() -> None:

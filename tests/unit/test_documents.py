@@ -1,4 +1,4 @@
-"""Documents: headers, unknown keys, lines, digests, exact round trips."""
+"""Documents: headers, unknown keys, line numbers, digests, and round trips."""
 
 import hashlib
 import json
@@ -40,14 +40,14 @@ def refuse(text: str) -> DocumentError:
     return caught.value
 
 
-def test_a_deployment_has_its_engine_s_knobs() -> None:
+def test_a_deployment_has_the_knobs_of_its_engine() -> None:
     document = documents.parse(DEPLOYMENT, source="f.yaml")
     assert isinstance(document, Deployment)
     assert document.config.ctx_size == 4096
-    assert document.config.flash_attn == "on"  # a word, not a truth value
+    assert document.config.flash_attn == "on"  # a string, not a boolean
 
 
-def test_units_are_read_into_base_units() -> None:
+def test_units_are_converted_to_base_units() -> None:
     document = documents.parse(SLO_TEXT, source="f.yaml")
     assert isinstance(document, SLO)
     assert document.ttft == {"p50": 0.2, "p95": 1.0}
@@ -62,7 +62,7 @@ def test_a_document_reads_back_as_itself(text: str) -> None:
     assert again.digest() == first.digest()
 
 
-def test_json_is_a_document_too() -> None:
+def test_a_document_can_be_json() -> None:
     data = documents.parse(WORKLOAD, source="f.yaml").to_data()
     assert documents.parse(json.dumps(data), source="f.json").to_data() == data
 
@@ -81,28 +81,28 @@ def test_the_digest_of_a_known_document_never_changes() -> None:
     assert digest == "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def test_an_unknown_key_names_its_line_and_the_nearest_known_key() -> None:
+def test_the_error_of_an_unknown_key_has_its_line_and_the_nearest_known_key() -> None:
     error = refuse(DEPLOYMENT.replace("ctx_size", "ctx_sise"))
     assert "f.yaml:6" in error.message
     assert "Did you mean 'ctx_size'?" in error.message
 
 
-def test_a_wrong_value_names_its_line() -> None:
+def test_the_error_of_a_wrong_value_has_its_line() -> None:
     error = refuse(SLO_TEXT.replace("50ms", "fast"))
     assert "f.yaml:3" in error.message
     assert "250ms" in error.message
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("ttft: {p95: 1s}\n", "header is missing"),
         ("powerband: slo\nttft: {p95: 1s}\n", "is not <kind>/<schema>"),
         ("powerband: slow/1\n", "Did you mean 'slo'?"),
-        ("powerband: slo/9\nttft: {p95: 1s}\n", "slo/9 is not a schema"),
-        ("powerband: slo/1\nttft: {p95: 1s}\nttft: {p95: 2s}\n", "stands twice"),
+        ("powerband: slo/9\nttft: {p95: 1s}\n", "slo/9 is not supported"),
+        ("powerband: slo/1\nttft: {p95: 1s}\nttft: {p95: 2s}\n", "duplicate key 'ttft'"),
         ("powerband: slo/1\nttft: {p95: [}\n", "not valid YAML"),
-        ("powerband: slo/1\n", "promises nothing"),
+        ("powerband: slo/1\n", "no bound is set"),
         ("powerband: slo/1\nttft: {p950: 1s}\n", "not a percentile"),
         ("powerband: slo/1\nttft: {p50: 2s, p95: 1s}\n", "tighter bound"),
         ("powerband: deployment/1\nvariant: {source: x}\n", "'engine' is missing"),
@@ -111,21 +111,21 @@ def test_a_wrong_value_names_its_line() -> None:
         (WORKLOAD.replace("median: 300", "median: 3000"), "median <= p95"),
     ],
 )
-def test_a_broken_document_says_what_is_wrong(text: str, says: str) -> None:
-    assert says in refuse(text).message
+def test_the_error_of_a_broken_document_names_the_problem(text: str, message: str) -> None:
+    assert message in refuse(text).message
 
 
 @pytest.mark.parametrize(
-    ("text", "says", "known"),
+    ("text", "message", "known"),
     [
         (WORKLOAD.replace("rate_per_s: 2", "rate_per_s: 2, rat: 1"), "f.yaml:2: unknown key 'arrivals.rat'", "process"),
         (WORKLOAD.replace("poisson, rate_per_s: 2", "closed, users: 2, user: 3"), "Did you mean 'users'?", "users"),
         (DEPLOYMENT.replace("scheme: q4_1", "schem: q4_1"), "f.yaml:3: unknown key 'variant.schem'", "scheme"),
     ],
 )
-def test_an_unknown_key_inside_names_the_keys_of_that_place(text: str, says: str, known: str) -> None:
+def test_the_error_of_a_nested_unknown_key_lists_the_keys_there(text: str, message: str, known: str) -> None:
     error = refuse(text)
-    assert says in error.message
+    assert message in error.message
     assert known in error.hint and "variant" not in error.hint
 
 
@@ -176,5 +176,5 @@ def test_any_workload_reads_back_as_itself(rate: float, think: float, seed: int)
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_example_can_be_read(path: Path) -> None:
-    if path.stem != "gate":  # a workflow, not a document of ours
+    if path.stem != "gate":  # a CI workflow, not a Powerband document
         assert documents.read(path).kind == path.stem

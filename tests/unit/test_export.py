@@ -1,4 +1,4 @@
-"""A recipe in the words of other systems: the same options everywhere."""
+"""A recipe as Compose, Kubernetes, Ray Serve, ...: every target has the same engine options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from powerband.core.recipe import Recipe
 from powerband.errors import InputError
 from powerband.export import grafana
 
-_SURE = {"value": 0.97, "low": 0.95, "high": 0.99}
+_ATTAINMENT = {"value": 0.97, "low": 0.95, "high": 0.99}
 
 
 def recipe(engine: str = "llamacpp", **config: Any) -> Recipe:
@@ -40,7 +40,7 @@ def recipe(engine: str = "llamacpp", **config: Any) -> Recipe:
             "promise": {
                 "slo": slo,
                 "rate_per_s": 2.5,
-                "attainment": _SURE,
+                "attainment": _ATTAINMENT,
                 "memory_bytes": 2**30,
                 "in_flight": 6,
                 "prefix_hit_share": 0.5,
@@ -58,9 +58,9 @@ def recipe(engine: str = "llamacpp", **config: Any) -> Recipe:
     )
 
 
-def test_every_target_writes_files_and_containers_start_with_the_proven_options() -> None:
+def test_every_target_writes_files_and_containers_start_with_the_measured_options() -> None:
     own = recipe(parallel=8, ctx_size=8192)
-    proven = shlex.split(own.command)
+    measured = shlex.split(own.command)
     found = {target: export.export(own, target) for target in export.TARGETS if target != "ray-serve"}
     assert all(text.strip() for files in found.values() for text in files.values())
     service = yaml.safe_load(found["compose"]["compose.yaml"])["services"]["smollm2"]
@@ -68,7 +68,7 @@ def test_every_target_writes_files_and_containers_start_with_the_proven_options(
     pod = manifests[0]["spec"]["template"]["spec"]["containers"][0]
     for args in (service["command"], pod["args"]):
         for option in ("--parallel", "--ctx-size"):
-            assert args[args.index(option) + 1] == proven[proven.index(option) + 1]
+            assert args[args.index(option) + 1] == measured[measured.index(option) + 1]
         assert args[args.index("--model") + 1] == "/models/SmolLM2.gguf"
         assert args[args.index("--host") + 1] == "0.0.0.0"
     assert service["volumes"] == ["/data/variants/SmolLM2.gguf:/models/SmolLM2.gguf:ro"]
@@ -80,7 +80,7 @@ def test_every_target_writes_files_and_containers_start_with_the_proven_options(
     assert found["command"]["serve.sh"].rstrip().endswith(own.command)
 
 
-def test_ray_serve_is_for_vllm_alone() -> None:
+def test_ray_serve_is_for_vllm_only() -> None:
     with pytest.raises(InputError):
         export.export(recipe(), "ray-serve")
     text = export.export(recipe("vllm", max_num_seqs=32), "ray-serve")["serve.yaml"]
@@ -88,13 +88,13 @@ def test_ray_serve_is_for_vllm_alone() -> None:
     assert model["engine_kwargs"] == {"max_num_seqs": 32}
 
 
-def test_an_unknown_target_is_refused_with_the_nearest() -> None:
+def test_an_unknown_target_is_rejected_with_a_suggestion() -> None:
     with pytest.raises(InputError, match="kubernetes"):
         export.export(recipe(), "kubernete")
 
 
-def test_the_dashboard_draws_every_panel_once() -> None:
+def test_the_dashboard_has_every_panel_once() -> None:
     board = json.loads(export.export(recipe(), "grafana")["dashboard.json"])
-    places = [(one["gridPos"]["x"], one["gridPos"]["y"]) for one in board["panels"]]
-    assert len(set(places)) == len(board["panels"]) == len(grafana.PANELS)
+    positions = [(one["gridPos"]["x"], one["gridPos"]["y"]) for one in board["panels"]]
+    assert len(set(positions)) == len(board["panels"]) == len(grafana.PANELS)
     assert all(target["expr"] for one in board["panels"] for target in one["targets"])

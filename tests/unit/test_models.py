@@ -1,4 +1,4 @@
-"""Model facts: from config.json and from GGUF headers, whole or broken."""
+"""Models read from config.json and from complete, truncated and corrupt GGUF headers."""
 
 import io
 import struct
@@ -52,18 +52,18 @@ PAIRS = {
 }
 
 
-def test_a_config_json_tells_the_shape() -> None:
+def test_a_config_json_gives_the_architecture() -> None:
     model = from_config_json(SMOLLM2, source="x", weight_bytes=269_000_000)
     assert (model.layers, model.heads, model.kv_heads, model.head_dim) == (30, 9, 3, 64)
     assert model.kv_elements_per_token() == 2 * 30 * 3 * 64
 
 
-def test_a_multimodal_config_keeps_the_shape_under_text_config() -> None:
+def test_a_multimodal_config_is_read_from_text_config() -> None:
     model = from_config_json({"architectures": ["X"], "text_config": SMOLLM2}, source="x", weight_bytes=None)
     assert model.layers == 30
 
 
-def test_a_gguf_header_tells_the_same() -> None:
+def test_a_gguf_header_gives_the_same_architecture() -> None:
     read = gguf.read_header(io.BytesIO(header(PAIRS)))
     model = from_gguf(read, source="x.gguf", weight_bytes=98_000_000)
     assert (model.layers, model.heads, model.kv_heads, model.head_dim) == (30, 9, 3, 64)
@@ -71,7 +71,7 @@ def test_a_gguf_header_tells_the_same() -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 3, 8, 20, 60, 200, 5000])
-def test_a_header_that_is_cut_short_is_refused(cut: int) -> None:
+def test_a_truncated_header_is_refused(cut: int) -> None:
     with pytest.raises(gguf.NotGguf):
         gguf.read_header(io.BytesIO(header(PAIRS)[:cut]))
 
@@ -79,6 +79,6 @@ def test_a_header_that_is_cut_short_is_refused(cut: int) -> None:
 @pytest.mark.parametrize(
     "data", [b"PK\3\4" + b"x" * 100, b"GGUF" + struct.pack("<IQQ", 1, 0, 0), b"GGUF" + b"\xff" * 64]
 )
-def test_what_is_not_gguf_is_refused(data: bytes) -> None:
+def test_other_files_are_refused(data: bytes) -> None:
     with pytest.raises(gguf.NotGguf):
         gguf.read_header(io.BytesIO(data))

@@ -1,4 +1,4 @@
-"""The search, the contest and the journal: what decides between deployments, without starting one."""
+"""Search, validation and journal of `tune`, without starting an engine."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from powerband.core.measurement import GRID, Distribution, Level, SLOCheck, Time
 from powerband.core.recipe import Recipe
 from powerband.core.slo import SLO
 from powerband.core.statistics import Interval
-from powerband.core.study import Outcome, Settings, SpeculationResult, Study, Trial
+from powerband.core.study import Outcome, Settings, SpeculationResult, Study, Trial, render_settings
 from powerband.core.workload import Workload
 from powerband.engines.vllm import VllmConfig
 from powerband.errors import EngineError, InputError, InvalidMeasurement
@@ -27,19 +27,19 @@ from powerband.store.journal import Journal
 from powerband.tune import paired_comparison, recipe, resume, validation
 from powerband.tune.search import Search
 from powerband.tune.search_space import SearchSpace, key
-from powerband.tune.spec import TuneSpec, runner_of
-from powerband.tune.speculation import best, schedule, worthwhile
-from powerband.tune.validation import Contender, _foremost, absent, contender
+from powerband.tune.spec import TuneSpec, make_runner
+from powerband.tune.speculation import best_by_users, schedule, worthwhile
+from powerband.tune.validation import Contender, _leaders, contender_of, exclusion_reason
 
-LEVERS = SearchSpace(
+SPACE = SearchSpace(
     {
         "one": (
-            Lever(name="weights", settings={"f16": {}, "q8": {}, "q4": {}}, spoils=True),
+            Lever(name="weights", settings={"f16": {}, "q8": {}, "q4": {}}, affects_quality=True),
             Lever(name="slots", settings={"4": {}, "8": {"parallel": 8}, "16": {"parallel": 16}}),
             Lever(name="chunk", settings={"big": {}, "small": {"batch_size": 128}}),
         ),
         "two": (
-            Lever(name="weights", settings={"bf16": {}, "int8": {}}, spoils=True),
+            Lever(name="weights", settings={"bf16": {}, "int8": {}}, affects_quality=True),
             Lever(name="batch", settings={"128": {}, "8": {"max_num_seqs": 8}, "32": {"max_num_seqs": 32}}),
         ),
     },
@@ -48,7 +48,7 @@ LEVERS = SearchSpace(
 
 
 def truth(settings: Settings) -> float:
-    """A landscape in which engine one at q4, 8 slots and small chunks is best, and the plan misjudges chunks."""
+    """Max rates where engine one with q4, 8 slots and small chunks is best, and the plan ignores chunks."""
     if settings["engine"] == "two":
         return {"bf16": 2.0, "int8": 2.6}[settings["weights"]] * {"128": 1.0, "8": 0.7, "32": 1.1}[settings["batch"]]
     rate = {"f16": 2.0, "q8": 3.0, "q4": 3.6}[settings["weights"]] * {"4": 0.8, "8": 1.0, "16": 0.9}[settings["slots"]]
@@ -65,7 +65,7 @@ def traffic(**arrivals: str | int) -> Workload:
     return Workload.model_validate({"arrivals": arrivals, "prompt": tokens, "output": tokens})
 
 
-ORDER = TuneSpec("golden", traffic(process="poisson", rate_per_s=1), SLO.model_validate({"e2e": {"p90": 1.0}}))
+SPEC = TuneSpec("golden", traffic(process="poisson", rate_per_s=1), SLO.model_validate({"e2e": {"p90": 1.0}}))
 
 
 def study(search: Search, trials: int, value: Callable[[Settings], float] = truth) -> list[Trial]:
@@ -77,58 +77,65 @@ def study(search: Search, trials: int, value: Callable[[Settings], float] = trut
     return found
 
 
-def test_settings_are_knobs_and_remember_the_defaults() -> None:
+def test_settings_map_to_knobs_and_defaults() -> None:
     settings = {"engine": "one", "weights": "q8", "slots": "8", "chunk": "big"}
-    assert LEVERS.defaults("one") == {"engine": "one", "weights": "f16", "slots": "4", "chunk": "big"}
-    assert LEVERS.turned(settings) == {"weights": "q8", "slots": "8"}
-    assert LEVERS.config(settings) == {"parallel": 8}
-    assert LEVERS.config(LEVERS.defaults("two")) == {"kv": 4}
-    assert LEVERS.answering(settings) == {"engine": "one", "weights": "q8"}
-    assert len(LEVERS) == 18 + 6 == len({key(one) for one in LEVERS})
+    assert SPACE.defaults("one") == {"engine": "one", "weights": "f16", "slots": "4", "chunk": "big"}
+    assert SPACE.non_default(settings) == {"weights": "q8", "slots": "8"}
+    assert SPACE.config(settings) == {"parallel": 8}
+    assert SPACE.config(SPACE.defaults("two")) == {"kv": 4}
+    assert SPACE.quality_settings(settings) == {"engine": "one", "weights": "q8"}
+    assert len(SPACE) == 18 + 6 == len({key(one) for one in SPACE})
 
 
-def test_the_search_begins_with_the_engines_as_they_come_and_then_asks_the_plan() -> None:
-    first = study(Search(LEVERS, expected=planned), 4)
-    assert [one.settings for one in first[:2]] == [LEVERS.defaults("one"), LEVERS.defaults("two")]
+def test_settings_are_rendered_by_lever_without_defaults() -> None:
+    settings = {"engine": "one", "weights": "q8", "slots": "4", "chunk": "small"}
+    assert render_settings(settings, SPACE.all_defaults) == "one  weights=q8  chunk=small"
+    assert render_settings(settings) == "one  weights=q8  slots=4  chunk=small"
+    assert render_settings(SPACE.defaults("two"), SPACE.all_defaults) == "two default"
+
+
+def test_the_search_starts_with_engine_defaults_and_then_follows_the_plan() -> None:
+    first = study(Search(SPACE, expected=planned), 4)
+    assert [one.settings for one in first[:2]] == [SPACE.defaults("one"), SPACE.defaults("two")]
     assert first[2].settings["weights"] == "q4" and first[2].settings["slots"] == "8"
 
 
-def test_the_search_never_repeats_itself_and_ends_with_the_space() -> None:
-    whole = study(Search(LEVERS), 100)
-    assert len(whole) == len(LEVERS) == len({key(one.settings) for one in whole})
+def test_the_search_tries_each_configuration_once() -> None:
+    whole = study(Search(SPACE), 100)
+    assert len(whole) == len(SPACE) == len({key(one.settings) for one in whole})
 
 
-def test_a_killed_search_goes_on_as_if_nothing_had_happened() -> None:
-    whole = study(Search(LEVERS, expected=planned, seed=3), 9)
-    again = Search(LEVERS, expected=planned, seed=3)
+def test_the_next_settings_depend_only_on_the_trials_so_far() -> None:
+    whole = study(Search(SPACE, expected=planned, seed=3), 9)
+    again = Search(SPACE, expected=planned, seed=3)
     assert again.next(whole[:7]) == whole[7].settings
 
 
-def test_the_plan_makes_the_search_quicker_than_chance() -> None:
-    best = max(map(truth, LEVERS))
-    ours, lots = [], []
+def test_the_search_with_a_plan_beats_random_search() -> None:
+    best = max(map(truth, SPACE))
+    ours, at_random = [], []
     for seed in range(10):
-        ours.append(max(one.value for one in study(Search(LEVERS, expected=planned, seed=seed), 8)) / best)
-        drawn = random.Random(seed).sample(list(LEVERS), 8)
-        lots.append(max(map(truth, drawn)) / best)
+        ours.append(max(one.value for one in study(Search(SPACE, expected=planned, seed=seed), 8)) / best)
+        drawn = random.Random(seed).sample(list(SPACE), 8)
+        at_random.append(max(map(truth, drawn)) / best)
     assert sum(one >= 0.95 for one in ours) >= 9
-    assert sum(ours) > sum(lots)
+    assert sum(ours) > sum(at_random)
 
 
-def test_settings_that_alone_explain_a_failure_are_not_tried_again() -> None:
+def test_settings_that_are_the_only_suspect_of_a_failure_are_excluded() -> None:
     def value(settings: Settings) -> float:
         return 0.0 if settings.get("slots") == "16" else truth(settings)
 
-    tried = study(Search(LEVERS, expected=planned), 20, value)
+    tried = study(Search(SPACE, expected=planned), 20, value)
     assert sum(one.settings.get("slots") == "16" for one in tried) <= 3
 
 
-def test_drafts_are_chosen_by_the_number_of_users_and_left_away_where_they_lose() -> None:
+def test_draft_length_is_chosen_by_users_and_dropped_where_it_is_slower() -> None:
     speeds = {1: {0: 50, 4: 80, 12: 90}, 2: {0: 80, 4: 110, 12: 100}, 4: {0: 120, 4: 121, 12: 90}, 8: {0: 150, 4: 120}}
     found = [
         SpeculationResult(
             engine="vllm",
-            setting=f"n-gram {drafts}" if drafts else "off",
+            setting=f"ngram-{drafts}" if drafts else "off",
             drafts=drafts,
             users=users,
             tokens_per_s=speed,
@@ -136,72 +143,74 @@ def test_drafts_are_chosen_by_the_number_of_users_and_left_away_where_they_lose(
         for users, by_drafts in speeds.items()
         for drafts, speed in by_drafts.items()
     ]
-    assert best(found) == {1: 12, 2: 4, 4: 0, 8: 0}
-    assert schedule(best(found), most=64) == ((1, 1, 12), (2, 3, 4), (4, 64, 0))
-    lever = Lever(name="speculation", settings={"off": {}, "n-gram 4": {"k": 4}, "n-gram 12": {"k": 12}}, drafts=True)
+    assert best_by_users(found) == {1: 12, 2: 4, 4: 0, 8: 0}
+    assert schedule(best_by_users(found), max_sequences=64) == ((1, 1, 12), (2, 3, 4), (4, 64, 0))
+    lever = Lever(name="speculation", settings={"off": {}, "ngram-4": {"k": 4}, "ngram-12": {"k": 12}}, drafts=True)
     kept = worthwhile(lever, found)
-    assert list(kept.settings) == ["off", "n-gram 12", "n-gram 4", "n-gram by batch"]
-    config = kept.settings["n-gram by batch"]["speculative_config"]
+    assert list(kept.settings) == ["off", "ngram-12", "ngram-4", "ngram-by-batch"]
+    config = kept.settings["ngram-by-batch"]["speculative_config"]
     assert VllmConfig(speculative_config=config).speculative_config is not None
     losing = [one.model_copy(update={"tokens_per_s": 50.0}) if one.drafts else one for one in found]
-    own = SearchSpace({"vllm": (*LEVERS.by_engine["two"], lever)}, {"vllm": {}})
+    own = SearchSpace({"vllm": (*SPACE.by_engine["two"], lever)}, {"vllm": {}})
     assert len(own.with_lever("vllm", worthwhile(lever, losing)).by_engine["vllm"]) == 2
 
 
-def test_rounds_are_taken_in_turns() -> None:
-    assert list(paired_comparison.turns("AB", 2)) == [(0, "A"), (0, "B"), (1, "B"), (1, "A")]
+def test_rounds_are_interleaved() -> None:
+    assert list(paired_comparison.interleave("AB", 2)) == [(0, "A"), (0, "B"), (1, "B"), (1, "A")]
 
 
 @pytest.mark.parametrize(("contenders", "rounds"), [(2, 4), (3, 3), (5, 3)])
-def test_a_tie_is_called_a_tie(contenders: int, rounds: int) -> None:
+def test_equal_contenders_are_rarely_told_apart(contenders: int, rounds: int) -> None:
     rng, claimed, runs = random.Random(contenders), 0, 2000
     for _ in range(runs):
         drift = [rng.gauss(0, 0.3) for _ in range(rounds)]
-        knees = {
+        rates = {
             name: [math.exp(drift[number] + rng.gauss(0, 0.08)) for number in range(rounds)]
             for name in "ABCDE"[:contenders]
         }
-        found = paired_comparison.ratio(knees, "A", "B")
+        found = paired_comparison.ratio(rates, "A", "B")
         claimed += found.low > 1 or found.high < 1
     assert 0.03 <= claimed / runs <= 0.065
 
 
-def test_the_two_foremost_share_the_rounds_that_are_left_and_a_tie_is_still_a_tie() -> None:
+def test_extra_rounds_for_the_leaders_do_not_inflate_false_positives() -> None:
     finalists, defaults = ([Contender(name, {}, 1.0) for name in names] for names in ("AB", "CD"))
     rng, claimed, runs = random.Random(1), 0, 2000
     for _ in range(runs):
-        knees = {name: [math.exp(rng.gauss(0, 0.2)) for _ in range(3)] for name in "ABCD"}
-        best, rival = _foremost(knees, finalists, defaults)
+        rates = {name: [math.exp(rng.gauss(0, 0.2)) for _ in range(3)] for name in "ABCD"}
+        best, rival = _leaders(rates, finalists, defaults)
         for one in (best, rival):
-            knees[one.name] += [math.exp(rng.gauss(0, 0.2)) for _ in range(3)]
-        claimed += paired_comparison.ratio(knees, best.name, rival.name, level=0.975).low > 1
+            rates[one.name] += [math.exp(rng.gauss(0, 0.2)) for _ in range(3)]
+        claimed += paired_comparison.ratio(rates, best.name, rival.name, level=0.975).low > 1
     assert claimed / runs <= 0.05
     assert paired_comparison.ratio({"A": [4.0, 4.2, 9.0], "B": [2.0, 2.1]}, "A", "B").value == pytest.approx(2)
 
 
-def test_who_is_best_of_the_finalists_and_of_the_defaults_may_be_one() -> None:
+def test_the_best_finalist_can_be_the_best_default() -> None:
     own, other, default = (Contender(name, {}, 1.0) for name in ("own", "other", "default"))
-    knees = {"own": [3.0], "other": [2.0], "default": [4.0]}
-    assert _foremost(knees, [own, other], [default]) == (own, default)
-    assert _foremost(knees, [own, default], [default]) == (default,)
-    assert _foremost({"own": [3.0]}, [own], [default]) == (own,)
-    with pytest.raises(InvalidMeasurement, match="no finalist kept"):
-        _foremost({"default": [4.0]}, [own], [default])
+    rates = {"own": [3.0], "other": [2.0], "default": [4.0]}
+    assert _leaders(rates, [own, other], [default]) == (own, default)
+    assert _leaders(rates, [own, default], [default]) == (default,)
+    assert _leaders({"own": [3.0]}, [own], [default]) == (own,)
+    with pytest.raises(InvalidMeasurement, match="no finalist met the SLO"):
+        _leaders({"default": [4.0]}, [own], [default])
 
 
 @pytest.mark.parametrize(
-    ("outcome", "said"),
-    [("too slow", "two as it comes keeps the SLO at no rate"), ("failed", "two as it comes was not measured: it hung")],
+    ("outcome", "reason"),
+    [("too slow", "two default meets the SLO at no request rate"), ("failed", "two default was not measured: it hung")],
 )
-def test_what_failed_is_not_called_slow(outcome: Outcome, said: str, tmp_path: Path) -> None:
-    rig = runner_of(replace(ORDER, engines=("fake",)), tmp_path)
-    rig.levers = LEVERS
-    trial = Trial(number=1, settings=LEVERS.defaults("two"), outcome=outcome, reason="it hung")
-    assert absent(contender(rig, trial)) == said
+def test_a_failed_baseline_is_not_reported_as_too_slow(outcome: Outcome, reason: str, tmp_path: Path) -> None:
+    runner = make_runner(replace(SPEC, engines=("fake",)), tmp_path)
+    runner.space = SPACE
+    trial = Trial(number=1, settings=SPACE.defaults("two"), outcome=outcome, reason="it hung")
+    assert exclusion_reason(contender_of(runner, trial)) == reason
 
 
-async def test_what_fails_in_a_contest_is_not_called_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = runner_of(replace(ORDER, engines=("fake",)), tmp_path)
+async def test_a_failure_during_validation_is_not_reported_as_too_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_runner(replace(SPEC, engines=("fake",)), tmp_path)
     starts = []
 
     def launch(*_: object, **__: object) -> None:
@@ -209,53 +218,55 @@ async def test_what_fails_in_a_contest_is_not_called_slow(tmp_path: Path, monkey
         raise EngineError("it died\nof hunger", hint="feed it")
 
     monkeypatch.setattr(local, "launch", launch)
-    pair = [Contender(name, rig.levers.defaults("fake"), 1.0) for name in "AB"]
-    assert await validation.contest_of(rig, "finals", pair, 3) == {}
-    assert [absent(one) for one in validation._failed(rig, "finals", pair)] == [
+    pair = [Contender(name, runner.space.defaults("fake"), 1.0) for name in "AB"]
+    assert await validation.measure_interleaved(runner, "validation", pair, 3) == {}
+    assert [exclusion_reason(one) for one in validation._with_failures(runner, "validation", pair)] == [
         "A was not measured: it died",
         "B was not measured: it died",
     ]
-    assert len(starts) == 4, "each is started twice and then left alone"
-    failed, _ = validation._failed(rig, "finals", pair)
-    assert validation._against({}, "B", failed).why == "it died"
-    assert not validation._against({"A": [1.0], "B": [2.0]}, "B", failed).why, "it was measured before it failed"
+    assert len(starts) == 4, "each contender is started twice and then skipped"
+    failed, _ = validation._with_failures(runner, "validation", pair)
+    assert validation._compare({}, "B", failed).why == "it died"
+    assert not validation._compare({"A": [1.0], "B": [2.0]}, "B", failed).why, "it was measured before it failed"
 
 
 @pytest.mark.parametrize(
-    ("took_s", "phases"), [(100.0, ["finals", "promise"]), (10.0, ["finals", "promise", "levers"])]
+    ("took_s", "phases"), [(100.0, ["validation", "confirm"]), (10.0, ["validation", "confirm", "ablation"])]
 )
-async def test_levers_wait_for_the_promise_and_for_time_that_the_finals_left(
+async def test_the_ablation_runs_last_and_only_if_time_is_left(
     took_s: float, phases: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = runner_of(replace(ORDER, engines=("fake",)), tmp_path)
-    rig.levers = LEVERS
+    runner = make_runner(replace(SPEC, engines=("fake",)), tmp_path)
+    runner.space = SPACE
     best = {"engine": "two", "weights": "int8", "batch": "128"}
     trial = Trial(number=1, settings=best, outcome="feasible", max_rate_per_s=1.0, value=1.0, seconds=10.0)
-    met: list[str] = []
+    ran: list[str] = []
 
-    async def contest_of(_: object, phase: str, contenders: list[Contender], rounds: int) -> paired_comparison.Knees:
-        met.append(phase)
+    async def measure_interleaved(
+        _: object, phase: str, contenders: list[Contender], rounds: int
+    ) -> paired_comparison.MaxRates:
+        ran.append(phase)
         for number in range(rounds):
             Journal(tmp_path / f"{phase}.jsonl").add({"round": number, "name": "", "seconds": took_s})
         return {one.name: [1.0] * rounds for one in contenders}
 
-    async def promise(*_: object) -> None:
-        met.append("promise")
+    async def confirm_rate(*_: object) -> None:
+        ran.append("confirm")
 
-    async def objection(_: Settings) -> None:
+    async def full_quality_check(_: Settings) -> None:
         return None
 
-    monkeypatch.setattr(validation, "contest_of", contest_of)
-    monkeypatch.setattr(validation, "_promise", promise)
-    monkeypatch.setattr(rig, "objection", objection)
-    monkeypatch.setattr(recipe, "written", lambda *_, ablation, **__: ablation)
-    study = Study(model=ORDER.model, workload=ORDER.workload, slo=ORDER.slo, trials=(trial,))
-    shown = await validation.prove(rig, study, budget_s=200.0)
-    assert met == phases
-    assert bool(shown) == ("levers" in phases)
+    monkeypatch.setattr(validation, "measure_interleaved", measure_interleaved)
+    monkeypatch.setattr(validation, "_confirm_rate", confirm_rate)
+    monkeypatch.setattr(runner, "full_quality_check", full_quality_check)
+    monkeypatch.setattr(recipe, "build_recipe", lambda *_, ablation, **__: ablation)
+    study = Study(model=SPEC.model, workload=SPEC.workload, slo=SPEC.slo, trials=(trial,))
+    ablation = await validation.validate(runner, study, budget_s=200.0)
+    assert ran == phases
+    assert bool(ablation) == ("ablation" in phases)
 
 
-def test_a_difference_beyond_the_noise_is_told() -> None:
+def test_a_difference_beyond_the_noise_is_significant() -> None:
     found = paired_comparison.ratio({"A": [3.0, 3.3, 2.8, 3.1], "B": [2.0, 2.1, 1.95, 2.0]}, "A", "B")
     assert found.low > 1 and found.low < 1.5 < found.high
     assert paired_comparison.ratio({"A": [2.0], "B": [1.0]}, "A", "B").low == 0.0
@@ -284,7 +295,7 @@ def level(rate: float, p95: float, *, achieved: float | None = None, limit: floa
     )
 
 
-def test_the_knee_lies_where_the_bound_is_met() -> None:
+def test_the_max_rate_is_interpolated_where_the_bound_is_met() -> None:
     found = max_rate([level(2.0, 0.5), level(2.6, 2.0)])
     assert found == pytest.approx(math.sqrt(2.0 * 2.6), rel=1e-6)  # half and twice the bound: half way, in logarithms
     assert max_rate([level(2.0, 0.5)]) == 2.0
@@ -292,57 +303,57 @@ def test_the_knee_lies_where_the_bound_is_met() -> None:
     assert 2.0 < (max_rate([level(2.0, 0.99), level(2.6, 4.0)]) or 0.0) < 2.05
 
 
-def test_users_who_wait_show_the_knee_by_what_they_are_answered() -> None:
+def test_the_max_rate_of_a_closed_loop_is_its_throughput() -> None:
     users = {"rate_per_s": None, "users": 32}
     assert max_rate([level(0.0, 0.5, achieved=1.7).model_copy(update=users)]) == 1.7
     assert max_rate([level(0.0, 1.5, achieved=1.7).model_copy(update=users)]) is None
     alone = level(0.0, 0.5, achieved=0.2).model_copy(update={"rate_per_s": None, "users": 1})
-    assert max_rate([level(4.0, 1.5), alone]) is None, "who was asked one at a time shows no rate"
+    assert max_rate([level(4.0, 1.5), alone]) is None, "concurrency 1 is no rate"
     assert max_rate([level(4.0, 1.5), alone, level(2.0, 0.5)]) == pytest.approx(
         max_rate([level(4.0, 1.5), level(2.0, 0.5)])
     )
 
 
-def test_unsteady_users_say_nothing_and_an_unsteady_rate_is_too_high() -> None:
+def test_an_unsteady_closed_loop_is_inconclusive_and_an_unsteady_rate_is_not() -> None:
     unsteady = (Verdict(guard="steady state", valid=False, sentence="not steady"),)
     rate = level(2.0, 0.5).model_copy(update={"verdicts": unsteady})
     assert not inconclusive(rate) and inconclusive(rate.model_copy(update={"rate_per_s": None, "users": 32}))
 
 
-@pytest.mark.parametrize(("answered_per_s", "asked"), [(1.7, [64]), (38.0, [64, 380])])
-def test_users_who_wait_are_watched_long_enough(answered_per_s: float, asked: list[int]) -> None:
+@pytest.mark.parametrize(("answered_per_s", "requests"), [(1.7, [64]), (38.0, [64, 380])])
+def test_a_fast_closed_loop_is_measured_again_with_more_requests(answered_per_s: float, requests: list[int]) -> None:
     workload = traffic(process="closed", users=32)
-    steps = closed_loop(workload, SLO.model_validate({"e2e": {"p90": "1s"}}), Amount(least=50))
+    steps = closed_loop(workload, SLO.model_validate({"e2e": {"p90": "1s"}}), Amount(min_requests=50))
     found: list[int] = []
     plan, _ = next(steps)
     with contextlib.suppress(StopIteration):
         while True:
-            assert plan.workload == workload.with_seed(len(found)) and plan.counted
+            assert plan.workload == workload.with_seed(len(found)) and plan.by_count
             found.append(plan.requests)
             plan, _ = steps.send(level(0.0, 0.5, achieved=answered_per_s))
-    assert found == asked
+    assert found == requests
 
 
-def test_a_promised_rate_is_proven_by_users_who_are_answered_at_it() -> None:
+def test_a_closed_loop_sustains_a_rate_by_its_throughput() -> None:
     workload = traffic(process="closed", users=32)
-    assert workload.carrying(2.0) == workload
-    assert traffic(process="poisson", rate_per_s=1).carrying(2.0).rate_per_s == 2.0
+    assert workload.at_rate_if_open(2.0) == workload
+    assert traffic(process="poisson", rate_per_s=1).at_rate_if_open(2.0).rate_per_s == 2.0
     users = level(0.0, 0.5, achieved=2.0).model_copy(update={"rate_per_s": None, "users": 32})
     assert sustains(users, 1.9) and not sustains(users, 2.1)
-    assert sustains(level(2.0, 0.5, achieved=1.9), 2.0)  # of a rate that was offered the guards say whether it held
+    assert sustains(level(2.0, 0.5, achieved=1.9), 2.0)  # for an open loop the guards decide
 
 
-def test_a_rough_climb_brackets_the_knee_and_gives_up_below_what_is_wanted() -> None:
+def test_a_coarse_climb_brackets_the_max_rate_and_stops_below_the_minimum() -> None:
     workload = traffic(process="poisson", rate_per_s=1)
 
-    def run(start: float, least: float, *, slow: bool = False, verdicts: tuple[Verdict, ...] = ()) -> list[float]:
+    def run(start: float, minimum: float, *, slow: bool = False, verdicts: tuple[Verdict, ...] = ()) -> list[float]:
         slo = SLO.model_validate({"ttft": {"p95": "1s"}})
-        steps = climb(workload, slo, Amount(requests=100), start_per_s=start, least_per_s=least, rough=True)
+        steps = climb(workload, slo, Amount(requests=100), start_per_s=start, min_per_s=minimum, coarse=True)
         rates = []
         plan, _ = next(steps)
         try:
             while True:
-                rate = plan.workload.rate_per_s or 0.0  # none: one at a time
+                rate = plan.workload.rate_per_s or 0.0  # None: concurrency 1
                 rates.append(round(rate, 3))
                 late = "more answers are late" if slow else None
                 found = level(rate, 2.0 if slow or rate > 3 else 0.5)
@@ -353,13 +364,13 @@ def test_a_rough_climb_brackets_the_knee_and_gives_up_below_what_is_wanted() -> 
 
     assert run(2.5, 0.0) == [2.5, 3.25]
     assert run(4.0, 0.0) == [4.0, 0.0, 3.077, 2.076, 2.527]
-    assert run(4.0, 0.0, slow=True) == [4.0, 0.0], "what is late one at a time is late at any rate"
-    busy = (Verdict(guard="foreign load", valid=False, sentence="busy"),)
-    assert len(run(4.0, 0.0, slow=True, verdicts=busy)) > 2, "or something disturbed it"
+    assert run(4.0, 0.0, slow=True) == [4.0, 0.0], "a miss at concurrency 1 is a miss at any rate"
+    busy = (Verdict(guard="background load", valid=False, sentence="busy"),)
+    assert len(run(4.0, 0.0, slow=True, verdicts=busy)) > 2, "unless a guard rejects that level"
     assert run(4.0, 4.0) == [4.0]
 
 
-def test_a_journal_forgets_a_line_that_was_being_written(tmp_path: Path) -> None:
+def test_a_journal_drops_an_incomplete_last_line(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "notes.jsonl")
     journal.add({"number": 1})
     journal.add({"number": 2})
@@ -370,18 +381,18 @@ def test_a_journal_forgets_a_line_that_was_being_written(tmp_path: Path) -> None
     assert [json.loads(line)["number"] for line in journal.path.read_text().splitlines()] == [1, 2, 3]
 
 
-def test_a_study_does_not_go_on_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_does_not_resume_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     levers, here = SearchSpace({"fake": ()}, {}), devices.this_host()
-    resume.note(ORDER, levers, tmp_path)
-    noted = (tmp_path / "asked.json").read_text()
-    resume.note(replace(ORDER, budget_s=60.0, model="elsewhere/golden"), levers, tmp_path)
+    resume.check_spec(SPEC, levers, tmp_path)
+    noted = (tmp_path / "spec.json").read_text()
+    resume.check_spec(replace(SPEC, budget_s=60.0, model="elsewhere/golden"), levers, tmp_path)
     monkeypatch.setattr(devices, "this_host", lambda: here.model_copy(update={"cpu_name": "a slower one"}))
     with pytest.raises(InputError, match=r"holds trials with another machine$"):
-        resume.note(ORDER, levers, tmp_path)
-    assert (tmp_path / "asked.json").read_text() == noted
+        resume.check_spec(SPEC, levers, tmp_path)
+    assert (tmp_path / "spec.json").read_text() == noted
 
 
-def test_a_recipe_is_a_file_that_reads_back() -> None:
+def test_a_recipe_round_trips_through_its_file() -> None:
     ratio = {"value": 1.5, "low": 1.2, "high": 1.9}
     data = {
         "summary": "better",
@@ -413,21 +424,21 @@ def test_a_recipe_is_a_file_that_reads_back() -> None:
     assert isinstance(again, Recipe) and again.digest() == recipe.digest()
 
 
-def test_a_setting_that_alone_can_have_spoiled_answers_is_not_tried_again() -> None:
+def test_a_setting_that_is_the_only_suspect_of_degraded_answers_is_excluded() -> None:
     refused = {"engine": "one", "weights": "q4", "slots": "8", "chunk": "small"}
-    found = study(Search(LEVERS, expected=planned), 2)
+    found = study(Search(SPACE, expected=planned), 2)
     found.append(Trial(number=3, settings=refused, outcome="below the floor"))
-    search, seen = Search(LEVERS, expected=planned), []
+    search, seen = Search(SPACE, expected=planned), []
     while settings := search.next(found):
         seen.append(settings)
         found.append(Trial(number=len(found) + 1, settings=settings, outcome="feasible", value=truth(settings)))
-    assert len(seen) == len(LEVERS) - 2 - 6 and all(one["weights"] != "q4" for one in seen)
+    assert len(seen) == len(SPACE) - 2 - 6 and all(one["weights"] != "q4" for one in seen)
 
 
-def test_what_was_only_too_slow_does_not_shift_the_blame() -> None:
-    """Int8 with fp8 is refused; bf16 with fp8 is slow, and nobody asked it everything: it may be fp8 that spoils."""
-    weights = Lever(name="weights", settings={"bf16": {}, "int8": {}}, spoils=True)
-    cache = Lever(name="cache", settings={"auto": {}, "fp8": {}}, spoils=True)
+def test_a_trial_that_was_too_slow_clears_no_quality_suspect() -> None:
+    """Int8 with fp8 is refused; bf16 with fp8 is too slow for a full quality check, so fp8 stays a suspect."""
+    weights = Lever(name="weights", settings={"bf16": {}, "int8": {}}, affects_quality=True)
+    cache = Lever(name="cache", settings={"auto": {}, "fp8": {}}, affects_quality=True)
     search = Search(SearchSpace({"two": (weights, cache)}, {"two": {}}))
 
     def tried(weights: str, cache: str, outcome: str) -> Trial:
@@ -442,8 +453,8 @@ def test_what_was_only_too_slow_does_not_shift_the_blame() -> None:
     assert search.next(found) == {"engine": "two", "weights": "int8", "cache": "auto"}
 
 
-def test_a_noisy_third_does_not_blur_two_that_keep_their_distance() -> None:
-    knees = {"a": [2.16, 3.42, 2.72], "b": [1.37, 2.11, 1.70], "c": [0.65, 0.48, 0.49]}
-    found = paired_comparison.ratio(knees, "a", "b")
+def test_a_noisy_third_contender_does_not_widen_the_interval_of_the_others() -> None:
+    rates = {"a": [2.16, 3.42, 2.72], "b": [1.37, 2.11, 1.70], "c": [0.65, 0.48, 0.49]}
+    found = paired_comparison.ratio(rates, "a", "b")
     assert 1.5 < found.low < 1.6 < found.high < 1.7
-    assert paired_comparison.ratio(knees, "a", "c").low < 4 < paired_comparison.ratio(knees, "a", "c").high
+    assert paired_comparison.ratio(rates, "a", "c").low < 4 < paired_comparison.ratio(rates, "a", "c").high

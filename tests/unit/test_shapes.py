@@ -1,4 +1,4 @@
-"""Shapes and schemes against what is published of real models."""
+"""Shapes and schemes against published figures of real models."""
 
 import json
 from typing import Any
@@ -29,7 +29,7 @@ def scheme(name: str) -> Scheme:
 
 # Parameters of the model cards; bytes of the tensors in the published checkpoints (`total_size` of their index).
 @pytest.mark.parametrize(
-    ("name", "parameters", "written_in", "checkpoint"),
+    ("name", "parameters", "scheme_name", "checkpoint"),
     [
         (LLAMA_8B, 8_030_261_248, "bf16", 16_060_522_496),
         (LLAMA_70B, 70_553_706_496, "bf16", 141_107_412_992),
@@ -40,9 +40,9 @@ def scheme(name: str) -> Scheme:
         ("openai/gpt-oss-120b", 116_829_156_672, "mxfp4", 65_248_815_744),
     ],
 )
-def test_parameters_and_checkpoints(name: str, parameters: int, written_in: str, checkpoint: int) -> None:
+def test_parameters_and_checkpoints(name: str, parameters: int, scheme_name: str, checkpoint: int) -> None:
     assert shape(name).parameters == pytest.approx(parameters, rel=0.0005)
-    assert scheme(written_in).weight_bytes(shape(name), drafting=True) == pytest.approx(checkpoint, rel=0.02)
+    assert scheme(scheme_name).weight_bytes(shape(name), with_mtp=True) == pytest.approx(checkpoint, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_parameters_and_checkpoints(name: str, parameters: int, written_in: str,
         ("meta-llama/Meta-Llama-3.1-405B", 516_096),
         ("Qwen/Qwen3-32B", 262_144),
         ("mistralai/Mixtral-8x7B-v0.1", 131_072),
-        ("deepseek-ai/DeepSeek-V3", 70_272),  # 61 layers keep 512 + 64 numbers, whatever the heads
+        ("deepseek-ai/DeepSeek-V3", 70_272),  # 61 layers with 512 + 64 elements each, independent of the heads
         ("openai/gpt-oss-120b", 73_728),
     ],
 )
@@ -65,16 +65,16 @@ def test_kv_bytes_of_a_token_in_bf16(name: str, kv_bytes: int) -> None:
     ("name", "billions"),
     [("deepseek-ai/DeepSeek-V3", 36.6), ("openai/gpt-oss-120b", 5.1), ("mistralai/Mixtral-8x7B-v0.1", 12.8)],
 )
-def test_a_token_passes_few_experts(name: str, billions: float) -> None:
+def test_active_parameters_of_mixture_of_experts(name: str, billions: float) -> None:
     assert shape(name).active_parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
-def test_a_window_bounds_what_is_kept() -> None:
-    gpt = shape("openai/gpt-oss-120b")  # every other layer looks back 128 tokens
+def test_a_sliding_window_bounds_the_kv_cache() -> None:
+    gpt = shape("openai/gpt-oss-120b")  # every other layer has a window of 128 tokens
     assert gpt.kv_elements(10_000) == 18 * 1024 * 10_000 + 18 * 1024 * 128
 
 
-def test_linear_attention_keeps_a_state_and_no_cache() -> None:
+def test_linear_attention_has_a_state_and_no_kv_cache() -> None:
     hybrid = shape("Qwen/Qwen3.5-397B-A17B")
     assert hybrid.kv_elements() == 15 * 2 * 2 * 256
     assert hybrid.state_elements() > 45 * 64 * 128 * 128
@@ -93,9 +93,9 @@ def test_a_gguf_header_gives_the_same_shape() -> None:
     assert shapes.from_gguf(header) == shape(LLAMA_8B)
 
 
-def test_tied_tables_are_counted_once() -> None:
+def test_tied_embeddings_are_counted_once() -> None:
     assert shape("Qwen/Qwen3-0.6B").parameters == pytest.approx(596_049_920, rel=0.001)
 
 
-def test_a_config_that_tells_too_little_has_no_shape() -> None:
+def test_an_incomplete_config_has_no_shape() -> None:
     assert shapes.from_config_json({"hidden_size": 64}) is None

@@ -1,4 +1,4 @@
-"""Intervals hold what they promise, on samples whose truth is known."""
+"""Coverage of confidence intervals, on samples with a known distribution."""
 
 import math
 import random
@@ -11,16 +11,16 @@ from powerband.core.statistics import Interval
 
 
 @pytest.mark.parametrize(("p", "count"), [(0.5, 60), (0.95, 100), (0.95, 1000), (0.99, 700)])
-def test_the_interval_of_a_percentile_holds_the_truth_about_95_times_of_100(p: float, count: int) -> None:
-    rng, truth, held = random.Random(1), -math.log(1 - p), 0
+def test_percentile_intervals_have_95_percent_coverage(p: float, count: int) -> None:
+    rng, truth, covered = random.Random(1), -math.log(1 - p), 0
     for _ in range(400):
         ordered = sorted(rng.expovariate(1) for _ in range(count))
         interval = statistics.quantile_interval(ordered, p, count)
-        held += interval.low <= truth <= interval.high
-    assert 0.93 <= held / 400 <= 0.985
+        covered += interval.low <= truth <= interval.high
+    assert 0.93 <= covered / 400 <= 0.985
 
 
-def test_dependent_samples_count_for_less() -> None:
+def test_autocorrelation_reduces_the_effective_sample_size() -> None:
     rng = random.Random(2)
     level, values = 0.0, []
     for _ in range(2000):
@@ -35,12 +35,12 @@ def test_dependent_samples_count_for_less() -> None:
     assert statistics.design_effect(beyond, sizes) < 2
 
 
-def test_a_percentile_needs_samples_beyond_it() -> None:
-    assert statistics.needed(0.95) == 100
-    assert statistics.needed(0.99) == 500
+def test_a_percentile_needs_a_minimum_of_samples() -> None:
+    assert statistics.min_samples(0.95) == 100
+    assert statistics.min_samples(0.99) == 500
     assert not statistics.supported(0.99, 499, 499)
     assert statistics.supported(0.99, 500, 500)
-    assert not statistics.supported(0.99, 5000, 90), "all that lies beyond is one event"
+    assert not statistics.supported(0.99, 5000, 90), "fewer than one effective sample beyond the percentile"
 
 
 @pytest.mark.parametrize(
@@ -59,16 +59,16 @@ def test_quantiles_are_interpolated() -> None:
     assert statistics.quantile([7], 0.3) == 7
 
 
-def test_halves_see_a_drift_and_not_noise() -> None:
+def test_second_half_ratio_detects_drift_and_not_noise() -> None:
     rng = random.Random(3)
     steady = [rng.expovariate(1) + 1 for _ in range(400)]
-    ratio = statistics.halves(steady)
+    ratio = statistics.second_half_ratio(steady)
     assert ratio.low < 1 < ratio.high
     drifting = [value * (1 + number / 400) for number, value in enumerate(steady)]
-    assert statistics.halves(drifting).low > 1.2
+    assert statistics.second_half_ratio(drifting).low > 1.2
 
 
-def test_the_mean_has_an_interval_even_of_few() -> None:
+def test_the_mean_of_few_values_has_an_interval() -> None:
     found = statistics.mean_interval([1.0, 2.0, 3.0])
     assert found.value == 2.0
     assert found.low < 1.0 and found.high > 3.0
@@ -76,7 +76,7 @@ def test_the_mean_has_an_interval_even_of_few() -> None:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_many_gaps_are_sorted_and_counted_alike(monkeypatch: pytest.MonkeyPatch, *, compiled: bool) -> None:
+def test_compiled_and_python_counting_agree(monkeypatch: pytest.MonkeyPatch, *, compiled: bool) -> None:
     assert counting._compiled is not None, "this machine has a compiler, so it must be compiled"
     if not compiled:
         monkeypatch.setattr(counting, "_compiled", None)

@@ -1,4 +1,4 @@
-"""`powerband top`: a fleet at a glance, in a terminal of the usual width."""
+"""`powerband top`: a fleet's status in a terminal of 80 columns."""
 
 import io
 from typing import Any
@@ -40,11 +40,11 @@ def shown(status: dict[str, Any]) -> str:
 def test_a_fleet_fits_a_terminal() -> None:
     text = shown(STATUS)
     assert "…" not in text
-    assert "4 answered, 3 waiting, 2 refused, 1 overflowed" in text
-    assert "first token p50 100 ms, 75.0% within the SLO, $0.20 an hour, $0.0125 of tokens" in " ".join(text.split())
+    assert "4 answered, 3 waiting, 2 rejected, 1 sent to fallback" in text
+    assert "TTFT p50 100 ms, 75.0% within the SLO, $0.20/h, $0.0125 billed to tenants" in " ".join(text.split())
     assert "41.3 s" in text and "145.0 MiB" in text and "75%" in text and "starting" in text
 
 
-def test_what_nobody_knows_is_not_shown() -> None:
+def test_unknown_figures_are_not_shown() -> None:
     text = shown({"replicas": [REPLICA | {"about": ABOUT | {"ttft_s": None, "usd_per_h": 0.0}}]})
     assert "first token" not in text and "an hour" not in text

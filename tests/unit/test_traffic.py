@@ -1,4 +1,4 @@
-"""The same file is the same traffic; another seed shares nothing but the workload's own prefixes."""
+"""Reproducible traffic: the same seed gives the same requests; another seed shares only the workload's prefixes."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ def texts(traffic: Traffic) -> list[str]:
     return [json.dumps(traffic.messages(number)) for number in range(len(traffic))]
 
 
-def test_the_same_seed_is_the_same_traffic() -> None:
+def test_the_same_seed_gives_the_same_traffic() -> None:
     one, other = (prompts.prepare(workload(seed=5), 200, vocabulary=WORDS) for _ in range(2))
     assert texts(one) == texts(other)
     assert one.due_s == other.due_s and one.output_tokens == other.output_tokens
@@ -51,7 +51,7 @@ def test_another_seed_shares_no_prompt(seeds: tuple[int, int]) -> None:
     assert not own[0] & own[1]
 
 
-def test_prefixes_are_the_workloads_and_not_the_seeds() -> None:
+def test_shared_prefixes_do_not_depend_on_the_seed() -> None:
     found = []
     for seed in (1, 2):
         traffic = prompts.prepare(workload(seed=seed), 200, vocabulary=WORDS)
@@ -62,8 +62,8 @@ def test_prefixes_are_the_workloads_and_not_the_seeds() -> None:
 def test_lengths_are_exact_in_words() -> None:
     traffic = prompts.prepare(workload(prefix={"tokens": 30}), 50, vocabulary=WORDS)
     for number in range(50):
-        said = sum(len(message["content"].split()) for message in traffic.messages(number))
-        assert said == traffic.prompt_tokens[number]
+        words = sum(len(message["content"].split()) for message in traffic.messages(number))
+        assert words == traffic.prompt_tokens[number]
 
 
 @pytest.mark.parametrize(
@@ -86,12 +86,12 @@ def test_bursts_arrive_together() -> None:
     assert list(times) == [0.0] * 5 + [0.5] * 5 + [1.0] * 5 + [1.5] * 5
 
 
-def test_turns_share_the_rate_of_requests() -> None:
+def test_the_rate_of_sessions_is_the_request_rate_divided_by_turns() -> None:
     times = arrivals.times_s(workload(turns={"count": 5}), 4000)
     assert times[-1] == pytest.approx(2000, rel=0.06)
 
 
-def test_a_mooncake_trace_becomes_shared_text(tmp_path: Path) -> None:
+def test_hash_ids_of_a_mooncake_trace_become_shared_text(tmp_path: Path) -> None:
     rows = [
         {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [0, 1, 2]},
         {"timestamp": 500, "input_length": 1000, "output_length": 6, "hash_ids": [0, 1]},
@@ -100,11 +100,11 @@ def test_a_mooncake_trace_becomes_shared_text(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     of = {"prompt": None, "output": None, "prefix": None, "trace": {"path": "t.jsonl"}}
     traffic = prompts.prepare(workload(arrivals={"process": "trace"}, **of), 6, vocabulary=WORDS, base=tmp_path)
-    said = [traffic.messages(number)[0]["content"].split() for number in range(6)]
-    assert [len(words) for words in said] == [1100, 1000, 600, 1100, 1000, 600]
-    assert said[0][:1000] == said[1] and said[0][:9] != said[2][:9]
-    assert said[0][:9] != said[3][:9], "when the trace begins again its blocks are new"
-    assert said[3][:1000] == said[4]
+    words = [traffic.messages(number)[0]["content"].split() for number in range(6)]
+    assert [len(text) for text in words] == [1100, 1000, 600, 1100, 1000, 600]
+    assert words[0][:1000] == words[1] and words[0][:9] != words[2][:9]
+    assert words[0][:9] != words[3][:9], "a repetition of the trace has new blocks"
+    assert words[3][:1000] == words[4]
     assert list(traffic.due_s)[:3] == [0.0, 0.5, 2.0]
     assert traffic.prefix_share == pytest.approx(2000 / 5400)
     scaled = prompts.prepare(
@@ -135,7 +135,7 @@ def test_an_azure_trace(tmp_path: Path) -> None:
         {"conversations": [{"from": "human", "value": "hello there"}, {"from": "gpt", "value": "hi"}]},
     ],
 )
-def test_datasets_are_read_in_any_usual_shape(row: dict[str, object], tmp_path: Path) -> None:
+def test_datasets_are_read_in_common_formats(row: dict[str, object], tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text(json.dumps(row) + "\n")
     of = {"prompt": None, "prefix": None, "dataset": {"path": "d.jsonl"}}
     traffic = prompts.prepare(workload(**of), 3, vocabulary=WORDS, base=tmp_path)
@@ -148,7 +148,7 @@ def test_datasets_are_read_in_any_usual_shape(row: dict[str, object], tmp_path: 
     assert again.text.repeats == 0
 
 
-def test_a_broken_line_is_named(tmp_path: Path) -> None:
+def test_an_error_names_the_broken_line(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"prompt": "x"}\nnonsense\n')
     with pytest.raises(InputError, match=r"d\.jsonl:2"):
         prompts.prepare(
@@ -160,13 +160,13 @@ def test_adapters_have_their_share() -> None:
     traffic = prompts.prepare(
         workload(adapters=[{"name": "a", "share": 0.25}, {"name": "b", "share": 0.5}]), 4000, vocabulary=WORDS
     )
-    asked = [adapter and adapter.name for adapter in traffic.adapters]
-    shares = [asked.count(name) / 4000 for name in ("a", "b", None)]
+    used = [adapter and adapter.name for adapter in traffic.adapters]
+    shares = [used.count(name) / 4000 for name in ("a", "b", None)]
     assert shares == pytest.approx([0.25, 0.5, 0.25], abs=0.03)
 
 
 @pytest.mark.parametrize("name", catalog.names("workload"))
-def test_every_catalogue_workload_can_be_laid_out(name: str) -> None:
+def test_every_catalogue_workload_can_be_prepared(name: str) -> None:
     entry = documents.find("workload", name)
     assert isinstance(entry, Workload) and entry.name == name and entry.description
     traffic = prompts.prepare(entry, 20, vocabulary=WORDS)
@@ -179,37 +179,37 @@ def test_every_catalogue_slo_reads(name: str) -> None:
     assert documents.find("slo", name).name == name
 
 
-def test_a_name_that_is_not_in_the_catalogue() -> None:
+def test_an_unknown_catalogue_name_suggests_the_nearest() -> None:
     with pytest.raises(InputError, match="Did you mean 'chat'"):
         documents.find("workload", "chatt")
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"prompt": None}, "prompt is missing"),
         ({"output": None}, "output is missing"),
-        ({"arrivals": {"process": "trace"}}, "need a trace"),
+        ({"arrivals": {"process": "trace"}}, "needs a trace"),
         ({"adapters": [{"name": "a", "share": 0.7}, {"name": "b", "share": 0.7}]}, "more than 1"),
         ({"trace": {"path": "x"}, "dataset": {"path": "y"}}, "not both"),
     ],
 )
-def test_a_workload_that_makes_no_sense(changes: dict[str, object], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_an_inconsistent_workload_is_rejected(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         workload(**changes)
 
 
-def test_a_workload_file_says_what_is_missing() -> None:
+def test_an_error_names_the_missing_key() -> None:
     with pytest.raises(DocumentError, match="output is missing"):
         documents.parse("powerband: workload/1\narrivals: {process: closed, users: 1}\n", source="w.yaml")
 
 
-def test_turns_and_repeated_rows_are_known_beforehand(tmp_path: Path) -> None:
+def test_turns_and_repeated_rows_are_cacheable(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text(json.dumps({"turns": ["one two three four", "five six"]}) + "\n")
     of = {"prompt": None, "prefix": None, "output": {"shape": "fixed", "tokens": 4}}
     once = workload(**of, dataset={"path": "d.jsonl"}, turns={"count": 2})
     traffic = prompts.prepare(once, 1, vocabulary=WORDS, base=tmp_path)
-    assert traffic.prefix_share == pytest.approx(8 / 14), "of 4 + 10 tokens, 8 came before"
+    assert traffic.prefix_share == pytest.approx(8 / 14), "of 4 + 10 tokens, 8 repeat the first turn"
     again = workload(**of, dataset={"path": "d.jsonl", "repeat": True})
     traffic = prompts.prepare(again, 4, vocabulary=WORDS, base=tmp_path)
     assert traffic.prefix_share == pytest.approx(0.75)

@@ -1,4 +1,4 @@
-"""The stage `bench`: hold loads against one server, and answer with a measurement that may be believed."""
+"""The `bench` stage: apply load to one server and return a validated measurement."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from typing import Any, Literal
 
 import powerband
 from powerband import engines
+from powerband._callable import make_callable
 from powerband.bench import profiles
 from powerband.bench.level import Bench, Block, pool
-from powerband.bench.level_controller import LevelController, Plan
+from powerband.bench.level_controller import LevelStatus
 from powerband.bench.profiles import Amount, inconclusive, meets_slo
 from powerband.core.measurement import Level, Measurement
 from powerband.core.records import Records
@@ -33,7 +34,8 @@ from powerband.load.wire import Target
 from powerband.runtime.replica import Replica
 
 Profile = Literal["level", "sweep", "climb"]
-_PROBE_USERS, _PROBE_SHARE = 8, 0.7
+_PROBE_USERS = 8
+_PROBE_RATE_SHARE = 0.7  # a climb starts at this share of the rate that the probe reaches
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,13 @@ class BenchSpec:
     profile: Profile = "level"
     rates: tuple[float, ...] = ()
     start_per_s: float | None = None
-    least_per_s: float | None = None  # a climb gives up where this rate breaks the SLO
-    rough: bool = False  # a climb ends with a wide bracket, and confirms nothing; users who wait set their own pace
+    min_per_s: float | None = None  # a climb stops if this rate misses the SLO
+    coarse: bool = False  # a climb stops at a wide bracket without a confirming run; a closed loop stays closed
     amount: Amount = field(default_factory=Amount)
-    base: Path | None = None  # of the workload's own paths
-    blocks: int = 1
-    hopeless: bool = False  # a level that cannot keep the SLO is given up early; users set their own pace here, too
-    limit: int = 0
+    base: Path | None = None  # folder of the workload's relative paths
+    blocks: int = 1  # windows per level, each with other requests
+    stop_early: bool = False  # stop a level once it cannot meet the SLO; a closed loop stays closed
+    max_in_flight: int = 0  # 0: no limit
     senders: int = 1
     price_per_h: float | None = None
     tokenizer: str | None = None
@@ -59,152 +61,156 @@ class BenchSpec:
 
     def __post_init__(self) -> None:
         if self.profile == "climb" and self.slo is None:
-            raise InputError("a climb needs a promise to keep", hint="give --slo, such as --slo interactive")
+            raise InputError("--profile climb requires an SLO", hint="add --slo, for example --slo interactive")
         if self.profile == "sweep" and not self.rates:
             raise InputError(
-                "a sweep needs its rates", hint="give --rates 1,2,4, or --profile climb to find the highest"
+                "--profile sweep requires --rates",
+                hint="add --rates 1,2,4, or use --profile climb to find the highest rate within the SLO",
             )
 
 
 @dataclass
 class Progress:
-    """Who is told how it goes."""
+    """Callbacks that report progress."""
 
-    on_progress: Callable[[Plan, LoadProgress, LevelController], None] = lambda *_: None
+    on_status: Callable[[LevelStatus], None] = lambda _: None
     on_level: Callable[[Level], None] = lambda *_: None
 
 
 async def bench(
     replica: Replica,
     prepared: Prepared,
-    order: BenchSpec,
+    spec: BenchSpec,
     *,
     directory: Path,
     stopping: threading.Event | None = None,
-    listener: Progress | None = None,
+    progress: Progress | None = None,
 ) -> Measurement:
-    """Measure a ready replica; when stopped, what was measured so far is the answer."""
-    listener = listener or Progress()
-    server = await _server(replica)
+    """Measure a ready replica; if `stopping` is set, return what was measured until then."""
+    progress = progress or Progress()
+    server = await _server_engine(replica)
     headers = tuple(replica.request_headers.items())
-    own = Bench(
+    context = Bench(
         replica=replica,
-        target=Target(replica.url, await replica.model_name(), headers, keep_alive=server.keeps_connections),
+        target=Target(replica.url, await replica.model_name(), headers, keep_alive=server.keep_alive),
         counts_at_end=server.counts_at_end,
-        vocabulary=tokens.vocabulary(order.tokenizer or prepared.deployment.variant.source),
+        vocabulary=tokens.vocabulary(spec.tokenizer or prepared.deployment.variant.source),
         directory=directory,
-        slo=order.slo,
-        base=order.base,
-        limit=order.limit,
-        senders=order.senders,
-        price_per_h=order.price_per_h,
+        slo=spec.slo,
+        base=spec.base,
+        max_in_flight=spec.max_in_flight,
+        senders=spec.senders,
+        price_per_h=spec.price_per_h,
         stopping=stopping or threading.Event(),
-        on_progress=listener.on_progress,
+        on_status=progress.on_status,
     )
-    steps = await _steps(own, order)
+    steps = await _steps(context, spec)
     levels: list[Level] = []
     blocks: list[Block] = []
     with contextlib.suppress(StopIteration):
         plan, same = next(steps)
-        while not own.stopping.is_set():
-            block = await own.measure(plan)
+        while not context.stopping.is_set():
+            block = await context.measure(plan)
             blocks = [*blocks, block] if same else [block]
-            level = pool(own, blocks)
+            level = pool(context, blocks)
             levels = [*levels[:-1], level] if same else [*levels, level]
-            listener.on_level(level)
-            if replica.process is not None and replica.process.ended.is_set():
+            progress.on_level(level)
+            if replica.process is not None and replica.process.exited.is_set():
                 break
             plan, same = steps.send(level)
     return Measurement(
         name=prepared.deployment.served_name,
-        profile=order.profile,
-        workload=order.workload,
-        slo=order.slo,
+        profile=spec.profile,
+        workload=spec.workload,
+        slo=spec.slo,
         levels=tuple(levels),
-        best=_best(levels) if order.slo else None,
-        interrupted=own.stopping.is_set(),
+        best=_best(levels) if spec.slo else None,
+        interrupted=context.stopping.is_set(),
         startup_s=sum(timing.seconds for timing in replica.timings) if replica.process else None,
-        price_per_h=order.price_per_h,
-        provenance=provenance(prepared, order, own),
+        price_per_h=spec.price_per_h,
+        provenance=provenance(prepared, spec, context),
     )
 
 
-async def _server(replica: Replica) -> Engine[Any]:
-    """Return the adapter that knows this server: behind a URL it may be one that tells its name."""
+async def _server_engine(replica: Replica) -> Engine[Any]:
+    """Return the engine adapter of the server; a server behind a URL is identified by the name it reports."""
     llamacpp = replica.engine.attaches and await replica.server_name() == "llama.cpp"
     return engines.get("llamacpp") if llamacpp else replica.engine
 
 
-async def _steps(own: Bench, order: BenchSpec) -> profiles.Steps:
-    if order.slo and prompts.users(order.workload) and (order.rough or order.hopeless):
-        return profiles.closed_loop(order.workload, order.slo, order.amount)
-    if order.profile == "climb":
-        assert order.slo is not None
-        start = order.start_per_s or await _first_guess(own, order.workload)
+async def _steps(context: Bench, spec: BenchSpec) -> profiles.Steps:
+    if spec.slo and prompts.users(spec.workload) and (spec.coarse or spec.stop_early):
+        return profiles.closed_loop(spec.workload, spec.slo, spec.amount)
+    if spec.profile == "climb":
+        assert spec.slo is not None
+        start = spec.start_per_s or await _start_rate(context, spec.workload)
         return profiles.climb(
-            order.workload,
-            order.slo,
-            order.amount,
+            spec.workload,
+            spec.slo,
+            spec.amount,
             start_per_s=start,
-            blocks=order.blocks,
-            least_per_s=order.least_per_s or 0.0,
-            rough=order.rough,
+            blocks=spec.blocks,
+            min_per_s=spec.min_per_s or 0.0,
+            coarse=spec.coarse,
         )
-    if order.profile == "sweep":
-        return profiles.sweep(order.workload, order.slo, order.amount, rates=order.rates, blocks=order.blocks)
-    workload = order.workload
-    if workload.rate_per_s is None and not prompts.users(workload):  # a trace at its own speed
-        workload = workload.at_rate(prompts.recorded_rate(workload, base=order.base))
-    return profiles.one_level(workload, order.slo, order.amount, blocks=order.blocks, hopeless=order.hopeless)
+    if spec.profile == "sweep":
+        return profiles.sweep(spec.workload, spec.slo, spec.amount, rates=spec.rates, blocks=spec.blocks)
+    workload = spec.workload
+    if workload.rate_per_s is None and not prompts.users(workload):  # a trace at its recorded speed
+        workload = workload.at_rate(prompts.recorded_rate(workload, base=spec.base))
+    return profiles.one_level(workload, spec.slo, spec.amount, blocks=spec.blocks, stop_early=spec.stop_early)
 
 
-async def _first_guess(own: Bench, workload: Workload) -> float:
-    """Return where a climb begins: somewhat below what a few users who never pause get answered."""
+async def _start_rate(context: Bench, workload: Workload) -> float:
+    """Return the rate at which a climb starts: a share of the throughput of a short closed-loop probe."""
     probe = workload.with_users(_PROBE_USERS).with_seed(workload.seed + 2**31)
-    traffic = prompts.prepare(probe, 4 * _PROBE_USERS, vocabulary=own.vocabulary, base=own.base)
+    traffic = prompts.prepare(probe, 4 * _PROBE_USERS, vocabulary=context.vocabulary, base=context.base)
 
-    def enough(_: LoadProgress, records: Records) -> bool:
-        return own.stopping.is_set() or len(records) >= 2 * _PROBE_USERS
+    def enough_answers(_: LoadProgress, records: Records) -> bool:
+        return context.stopping.is_set() or len(records) >= 2 * _PROBE_USERS
 
-    run = await asyncio.to_thread(generator.drive, own.target, traffic, until=enough)
-    return max(0.01, _PROBE_SHARE * sum(run.records.complete()) / max(0.001, run.elapsed_s))
+    run = await asyncio.to_thread(generator.drive, context.target, traffic, until=enough_answers)
+    return max(0.01, _PROBE_RATE_SHARE * sum(run.records.complete()) / max(0.001, run.elapsed_s))
 
 
 def _best(levels: Sequence[Level]) -> int | None:
-    """Return the highest load that keeps the SLO and lies below every load that breaks it.
+    """Return the index of the highest load that meets the SLO and is below every load that misses it.
 
-    Of one load held twice the last word counts; a level whose measuring was disturbed says nothing.
+    If a load was measured more than once, the last level counts. Inconclusive levels are ignored.
     """
-    rates = any(level.rate_per_s for level in levels)  # who was asked one at a time beside them shows no rate
+    rates = any(level.rate_per_s for level in levels)  # then a closed-loop level among them is only a check
     last = {level.load: number for number, level in enumerate(levels) if level.rate_per_s or not rates}
-    broken = [_load(one) for one in map(levels.__getitem__, last.values()) if not (meets_slo(one) or inconclusive(one))]
-    lowest = min(broken, default=math.inf)
-    kept = [number for number in last.values() if meets_slo(levels[number]) and _load(levels[number]) < lowest]
-    return max(kept, key=lambda number: _load(levels[number]), default=None)
+    missed = [_load(one) for one in map(levels.__getitem__, last.values()) if not (meets_slo(one) or inconclusive(one))]
+    lowest = min(missed, default=math.inf)
+    met = [number for number in last.values() if meets_slo(levels[number]) and _load(levels[number]) < lowest]
+    return max(met, key=lambda number: _load(levels[number]), default=None)
 
 
 def _load(level: Level) -> float:
     return level.rate_per_s or level.users or 0.0
 
 
-def provenance(prepared: Prepared, order: BenchSpec, own: Bench) -> dict[str, Any]:
-    """Return what anyone needs to know to measure the same again."""
+def provenance(prepared: Prepared, spec: BenchSpec, context: Bench) -> dict[str, Any]:
+    """Return what is needed to reproduce the measurement."""
     deployment, host = prepared.deployment, prepared.host
     return {
         "powerband": powerband.__version__,
         "python": platform.python_version(),
         "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": order.command or " ".join(sys.argv[1:]),
-        "client": wire.kind(own.target),
-        "tokens_by": "the model's tokenizer" if own.vocabulary.known else "words",
+        "command": spec.command or " ".join(sys.argv[1:]),
+        "client": wire.kind(context.target),
+        "tokens_by": "the model's tokenizer" if context.vocabulary.has_tokenizer else "words",
         "engine": prepared.installation.engine,
         "engine_version": prepared.installation.version,
         "engine_build": prepared.installation.build,
-        "model": own.target.model,
+        "model": context.target.model,
         "model_bytes": prepared.model.weight_bytes,
         "deployment": deployment.to_data(),
         "deployment_digest": deployment.digest(),
-        "workload_digest": order.workload.digest(),
-        "slo_digest": order.slo.digest() if order.slo else None,
+        "workload_digest": spec.workload.digest(),
+        "slo_digest": spec.slo.digest() if spec.slo else None,
         "machine": {**host.described(), "kernel": platform.release()},
     }
+
+
+make_callable(__name__)

@@ -1,4 +1,4 @@
-"""From records to distributions and promises: pure functions, the same for ten requests and for a million."""
+"""Compute distributions and SLO checks from request records."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from powerband.core.statistics import Interval
 
 
 class Sample:
-    """One latency: its values sorted, and how many of each lump of requests lie beyond a bound."""
+    """The values of one latency metric, sorted, and counts beyond a bound per batch of consecutive requests."""
 
     def __init__(self, ordered: Sequence[float], *, sizes: list[int], mean: Interval) -> None:
         self.ordered, self.sizes, self.mean = ordered, sizes, mean
 
     def beyond(self, bound: float) -> list[int]:
-        """Count the values above a bound, lump by lump."""
+        """Return the number of values above a bound in each batch."""
         raise NotImplementedError
 
     def quantile(self, p: float) -> float:
@@ -28,7 +28,7 @@ class Sample:
         return statistics.quantile(self.ordered, p)
 
     def effective(self, p: float, bound: float | None = None) -> float:
-        """Return how many independent samples these are worth at the p-quantile."""
+        """Return the effective sample size at the p-quantile, or at a bound."""
         at = self.quantile(p) if bound is None else bound
         return len(self.ordered) / statistics.design_effect(self.beyond(at), self.sizes)
 
@@ -38,7 +38,7 @@ class Sample:
 
 
 class PerRequest(Sample):
-    """A latency that each request has once; the values come in the order in which they were due."""
+    """A latency with one value per request, ordered by scheduled send time."""
 
     def __init__(self, values: array[float]) -> None:
         self.values, self.bounds = values, statistics.batch_bounds(len(values))
@@ -50,7 +50,7 @@ class PerRequest(Sample):
 
 
 class Gaps(Sample):
-    """The gaps of all requests, in microseconds; a lump is the gaps of consecutive requests."""
+    """The gaps of all requests, in microseconds; a batch holds the gaps of consecutive requests."""
 
     def __init__(self, records: Records) -> None:
         self.gaps, ends = records.gaps, records["gap_ends"]
@@ -62,9 +62,9 @@ class Gaps(Sample):
             (sum(self.gaps[end - size : end]) / size / 1e6 for end, size in zip(bounds, sizes, strict=True) if size),
         )
         overall = sum(self.gaps) / len(self.gaps) / 1e6
-        spread = (
-            statistics.mean_interval(means, lumps=len(means)) if len(means) > 4 else Interval(overall, overall, overall)
-        )
+        spread = Interval(overall, overall, overall)
+        if len(means) > 4:
+            spread = statistics.mean_interval(means, batches=len(means))
         mean = Interval(overall, overall + spread.low - spread.value, overall + spread.high - spread.value)
         ordered = array("I", self.gaps)
         counting.sort_u32(ordered)
@@ -82,7 +82,7 @@ class Gaps(Sample):
 
 
 def samples(records: Records) -> dict[str, Sample]:
-    """Return every latency of complete requests, in the order in which they were due."""
+    """Return the samples of every latency metric of complete requests, ordered by scheduled send time."""
     found: dict[str, Sample] = {}
     for name, of in metrics.PER_REQUEST.items():
         if values := of(records):
@@ -93,19 +93,19 @@ def samples(records: Records) -> dict[str, Sample]:
 
 
 def distribution(sample: Sample) -> Distribution:
-    """Return the percentiles that the sample supports, each with its interval."""
-    percentiles, unsupported, least = {}, [], float(len(sample.ordered))
+    """Return the percentiles for which there are enough samples, each with its interval."""
+    percentiles, unsupported, min_effective = {}, [], float(len(sample.ordered))
     for percentile in statistics.PERCENTILES:
         p, name = percentile / 100, f"p{percentile:g}"
         effective = sample.effective(p)
         if statistics.supported(p, len(sample.ordered), effective):
             percentiles[name] = sample.interval(p, effective)
-            least = min(least, effective)
+            min_effective = min(min_effective, effective)
         else:
             unsupported.append(name)
     return Distribution(
         count=len(sample.ordered),
-        effective=least,
+        effective=min_effective,
         mean=sample.mean,
         percentiles=percentiles,
         unsupported=tuple(unsupported),
@@ -114,8 +114,8 @@ def distribution(sample: Sample) -> Distribution:
 
 
 def slo_checks(slo: SLO, found: dict[str, Sample], *, failed: int) -> tuple[SLOCheck, ...]:
-    """Judge each bound of the SLO; a request that failed kept none of them."""
-    kept = []
+    """Check each bound of the SLO; a failed request counts as beyond every bound."""
+    checks = []
     for metric in metrics.LATENCIES:
         for name, limit in sorted((getattr(slo, metric) or {}).items()):
             sample, p = found.get(metric), float(name[1:]) / 100
@@ -123,13 +123,13 @@ def slo_checks(slo: SLO, found: dict[str, Sample], *, failed: int) -> tuple[SLOC
                 continue
             beyond = sum(sample.beyond(limit))
             count = len(sample.ordered)
-            lost = failed * (count / max(1, len(found["e2e"].ordered)) if metric == "itl" else 1)
-            effective = sample.effective(p, limit) / count * (count + lost)
-            share = (count - beyond) / (count + lost)
+            failures = failed * (count / max(1, len(found["e2e"].ordered)) if metric == "itl" else 1)
+            effective = sample.effective(p, limit) / count * (count + failures)
+            share = (count - beyond) / (count + failures)
             interval = statistics.wilson(share * effective, effective)
             verdict = "met" if interval.low >= p else "missed" if interval.high < p else "undecided"
             supported = statistics.supported(p, count, sample.effective(p))
-            kept.append(
+            checks.append(
                 SLOCheck(
                     metric=metric,
                     percentile=name,
@@ -139,20 +139,20 @@ def slo_checks(slo: SLO, found: dict[str, Sample], *, failed: int) -> tuple[SLOC
                     verdict=verdict,
                 )
             )
-    return tuple(kept)
+    return tuple(checks)
 
 
 def good(slo: SLO, records: Records) -> int:
-    """Return how many requests kept every bound of the SLO by themselves."""
+    """Return the number of requests that individually meet the highest bound of every metric."""
     values = {"ttft": metrics.ttft(records), "e2e": metrics.e2e(records)}
     spans = zip(values["ttft"], values["e2e"], metrics.tokens(records), strict=True)
     values["tpot"] = array("d", ((end - first) / max(1, count - 1) for first, end, count in spans))
-    fine = [True] * len(records)
-    for metric, (share, limit) in slo.widest().items():
+    within = [True] * len(records)
+    for metric, (share, limit) in slo.highest_bounds().items():
         for row in range(len(records)):
             if metric == "itl":
                 gaps = records.gaps_of(row)
-                fine[row] &= sum(gap <= limit * 1e6 for gap in gaps) >= share * len(gaps)
+                within[row] &= sum(gap <= limit * 1e6 for gap in gaps) >= share * len(gaps)
             else:
-                fine[row] &= values[metric][row] <= limit
-    return sum(fine)
+                within[row] &= values[metric][row] <= limit
+    return sum(within)

@@ -1,4 +1,4 @@
-"""Do two measurements differ, by how much, and may they be compared at all?"""
+"""Compare two measurements: whether they are comparable, and which percentiles differ significantly."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import random
 from collections.abc import Sequence
 
 from powerband.core import statistics
-from powerband.core.comparison import Comparison, Difference, Say
+from powerband.core.comparison import Comparison, Difference, DifferenceVerdict
 from powerband.core.measurement import GRID, Distribution, Level, Measurement
 from powerband.core.statistics import Interval
 
-MARGIN = 0.01  # a difference within this is none that anybody would act on
-RESOLUTION_S = 0.001  # nor is one that is no larger than what the instrument itself may be off
-COMPARED = (50.0, 95.0)
-_LOADS_ALIKE = 0.02
-_TICK_S = 1e-6  # gaps are kept in microseconds, and two contents may come in one read
+MARGIN = 0.01  # smaller relative differences count as equal
+RESOLUTION_S = 0.001  # so do smaller absolute differences: the measurement error of the client
+COMPARED = (50.0, 95.0)  # percentiles
+_FAMILY_ERROR = 0.05  # probability of any false difference, over all comparisons
+_SAME_LOAD = 0.02  # relative difference of rates
+_TICK_S = 1e-6  # gaps are stored in microseconds, and two content events may arrive in one read
 
 
 def compare(first: Measurement, second: Measurement) -> Comparison:
-    """Compare the loads that both were measured at; the doubt is shared over everything that is compared."""
+    """Compare the levels at the same load, with a Bonferroni correction over all comparisons."""
     found = Comparison(obstacles=list(_obstacles(first, second)), notes=list(_notes(first, second)))
-    pairs = [(one, other) for one in first.levels for other in second.levels if _alike(one, other)]
+    pairs = [(one, other) for one in first.levels for other in second.levels if _same_load(one, other)]
     pairs = [(one, other) for one, other in pairs if one.valid and other.valid]
     if first.best is not None and second.best is not None and not pairs:
-        found.obstacles.append("they were measured at different loads")
+        found.obstacles.append("the measurements were taken at different loads")
     tests = [
         (one, one.latencies[metric], other.latencies[metric], metric, f"p{percentile:g}")
         for one, other in pairs
@@ -34,62 +35,64 @@ def compare(first: Measurement, second: Measurement) -> Comparison:
         and f"p{percentile:g}" in other.latencies[metric].percentiles
     ]
     if not tests and not found.obstacles:
-        found.obstacles.append("they share no load and percentile that both samples support")
+        found.obstacles.append("no load has a percentile that both measurements have enough samples for")
     for level, one_side, other_side, metric, name in tests:
-        found.differences.append(_difference(level, one_side, other_side, metric, name, doubt=0.05 / len(tests)))
+        alpha = _FAMILY_ERROR / len(tests)
+        found.differences.append(_difference(level, one_side, other_side, metric, name, alpha=alpha))
     return found
 
 
 def _difference(
-    level: Level, first: Distribution, second: Distribution, metric: str, name: str, *, doubt: float
+    level: Level, first: Distribution, second: Distribution, metric: str, name: str, *, alpha: float
 ) -> Difference:
     p, rng = float(name[1:]) / 100, random.Random(f"{metric} {name}")
-    early, late = (_draws(side, p, rng, doubt) for side in (first, second))
+    early, late = (_draws(side, p, rng, alpha) for side in (first, second))
     ratios = sorted(b / max(a, _TICK_S) for a, b in zip(early, late, strict=True))
     gaps = sorted(b - a for a, b in zip(early, late, strict=True))
-    low, high = statistics.quantile(ratios, doubt / 2), statistics.quantile(ratios, 1 - doubt / 2)
+    low, high = statistics.quantile(ratios, alpha / 2), statistics.quantile(ratios, 1 - alpha / 2)
     values = first.percentiles[name].value, second.percentiles[name].value
-    says: Say = "same"
-    if low > 1 + MARGIN and statistics.quantile(gaps, doubt / 2) > RESOLUTION_S:
-        says = "slower"
-    elif high < 1 - MARGIN and statistics.quantile(gaps, 1 - doubt / 2) < -RESOLUTION_S:
-        says = "faster"
-    return Difference(level.load, metric, name, *values, Interval(values[1] / max(values[0], _TICK_S), low, high), says)
+    verdict: DifferenceVerdict = "same"
+    if low > 1 + MARGIN and statistics.quantile(gaps, alpha / 2) > RESOLUTION_S:
+        verdict = "slower"
+    elif high < 1 - MARGIN and statistics.quantile(gaps, 1 - alpha / 2) < -RESOLUTION_S:
+        verdict = "faster"
+    ratio = Interval(values[1] / max(values[0], _TICK_S), low, high)
+    return Difference(level.load, metric, name, *values, ratio, verdict)
 
 
-def _draws(side: Distribution, p: float, rng: random.Random, doubt: float) -> list[float]:
-    """Draw from the bootstrap of a quantile, off the kept quantile function."""
-    count = max(2000, round(40 / doubt))
+def _draws(side: Distribution, p: float, rng: random.Random, alpha: float) -> list[float]:
+    """Draw from the bootstrap distribution of a quantile, using the stored quantile function."""
+    count = max(2000, round(40 / alpha))
     rank = p * side.effective
     return [_at(side.grid, rng.betavariate(rank, side.effective - rank)) for _ in range(count)]
 
 
 def _at(grid: Sequence[float], share: float) -> float:
-    """Return the kept quantile function at a share."""
-    place = min(int(share * 100), 99)  # the grid is even up to 0.99
-    while place + 2 < len(GRID) and GRID[place + 1] < share:
-        place += 1
-    low, high = GRID[place], GRID[place + 1]
-    return grid[place] + (grid[place + 1] - grid[place]) * (share - low) / (high - low)
+    """Return the stored quantile function at a share, with linear interpolation."""
+    index = min(int(share * 100), 99)  # the grid is evenly spaced up to 0.99
+    while index + 2 < len(GRID) and GRID[index + 1] < share:
+        index += 1
+    low, high = GRID[index], GRID[index + 1]
+    return grid[index] + (grid[index + 1] - grid[index]) * (share - low) / (high - low)
 
 
-def _alike(one: Level, other: Level) -> bool:
+def _same_load(one: Level, other: Level) -> bool:
     if one.users or other.users:
         return one.users == other.users
     a, b = one.rate_per_s or 0.0, other.rate_per_s or 0.0
-    return abs(a - b) <= _LOADS_ALIKE * max(a, b)
+    return abs(a - b) <= _SAME_LOAD * max(a, b)
 
 
 def _obstacles(first: Measurement, second: Measurement) -> list[str]:
     found = []
     for name, one in (("first", first), ("second", second)):
         if not one.valid:
-            found.append(f"the {name} is not valid")
-    plain = [
+            found.append(f"the {name} measurement is not valid")
+    normalized = [
         one.workload.model_copy(update={"seed": 0, "arrivals": first.workload.arrivals}) for one in (first, second)
     ]
-    if plain[0].digest() != plain[1].digest():
-        found.append("they were measured with different workloads")
+    if normalized[0].digest() != normalized[1].digest():
+        found.append("the measurements used different workloads")
     return found
 
 
@@ -98,5 +101,5 @@ def _notes(first: Measurement, second: Measurement) -> list[str]:
     for key in ("model", "engine", "engine_version", "client", "machine"):
         one, other = first.provenance.get(key), second.provenance.get(key)
         if one != other:
-            found.append(f"{key.replace('_', ' ')}: {one} and {other}")
+            found.append(f"{key.replace('_', ' ')}: {one} -> {other}")
     return found

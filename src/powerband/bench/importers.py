@@ -1,7 +1,7 @@
-"""Results of other tools as measurements: `vllm bench serve --save-detailed`, guidellm's report, aiperf's records.
+"""Import results of other tools as measurements: `vllm bench serve --save-detailed`, guidellm (JSON), aiperf (JSONL).
 
-What they wrote down of each request is analysed as our own records are. How they sent the requests nobody watched: the
-figures are theirs.
+Per-request values are analysed in the same way as Powerband's own records. The guards cannot check how the tool sent
+the requests.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from powerband.core.measurement import Distribution, Level, Measurement, Timelin
 from powerband.core.workload import Workload
 from powerband.errors import InputError
 
-_FEWEST = 2
+_MIN_REQUESTS = 2
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a tool tells of one request that was answered; seconds."""
+    """One answered request as a tool recorded it; times in seconds."""
 
     start: float
     ttft: float | None
@@ -36,47 +36,47 @@ class Request:
 
 @dataclass(frozen=True)
 class ImportedRun:
-    """What a tool tells of one load."""
+    """The results of a tool at one load."""
 
     tool: str
-    requests: Sequence[Request]  # in the order in which they were sent
+    requests: Sequence[Request]  # by send time
     failed: int
 
     @property
     def rate_per_s(self) -> float:
-        """Return how many were sent in a second."""
+        """Return the mean rate at which requests were sent."""
         return (len(self.requests) - 1) / max(1e-9, self.requests[-1].start - self.requests[0].start)
 
 
 def read(path: Path) -> Measurement:
-    """Return another tool's result as a measurement."""
+    """Return the result file of another tool as a measurement."""
     try:
         text = path.read_text("utf-8")
-        told = _told(text)
+        runs = _parse(text)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}", hint="check the path") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        told = []
-    told = [
-        replace(one, requests=sorted(one.requests, key=lambda sent: sent.start))
-        for one in told
-        if len(one.requests) >= _FEWEST
+        runs = []
+    runs = [
+        replace(run, requests=sorted(run.requests, key=lambda request: request.start))
+        for run in runs
+        if len(run.requests) >= _MIN_REQUESTS
     ]
-    if not told:
+    if not runs:
         raise InputError(
-            f"{path} is no result that tells of each request",
-            hint="give what 'vllm bench serve --save-detailed', guidellm (JSON) or aiperf (profile_export.jsonl) wrote",
+            f"{path} contains no per-request results",
+            hint="use output of 'vllm bench serve --save-detailed', guidellm (JSON) or aiperf (profile_export.jsonl)",
         )
     return Measurement(
         name=path.stem,
-        profile="sweep" if len(told) > 1 else "level",
-        workload=_workload(told[0]),
-        levels=tuple(map(_level, told)),
-        provenance={"tool": told[0].tool, "file": path.name},
+        profile="sweep" if len(runs) > 1 else "level",
+        workload=_workload(runs[0]),
+        levels=tuple(map(_level, runs)),
+        provenance={"tool": runs[0].tool, "file": path.name},
     )
 
 
-def _told(text: str) -> list[ImportedRun]:
+def _parse(text: str) -> list[ImportedRun]:
     lines = text.splitlines()
     if lines and "request_start_ns" in lines[0]:
         return [_aiperf(map(json.loads, filter(None, lines)))]
@@ -137,17 +137,17 @@ def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
 
-def _level(told: ImportedRun) -> Level:
-    rows = told.requests
+def _level(run: ImportedRun) -> Level:
+    rows = run.requests
     window_s = max(1e-9, max(one.start + one.e2e for one in rows) - rows[0].start)
-    sentence = f"measured by {told.tool}; how it sent them nobody watched"
+    sentence = f"measured by {run.tool}; the guards did not check how it sent requests"
     return Level(
-        rate_per_s=told.rate_per_s,
+        rate_per_s=run.rate_per_s,
         seeds=(),
         warmup_s=0.0,
         window_s=window_s,
-        requests=len(rows) + told.failed,
-        failed=told.failed,
+        requests=len(rows) + run.failed,
+        failed=run.failed,
         achieved_per_s=len(rows) / window_s,
         prompt_tokens_per_s=sum(one.prompt for one in rows) / window_s,
         output_tokens_per_s=sum(one.output for one in rows) / window_s,
@@ -167,23 +167,23 @@ def _latencies(rows: Sequence[Request]) -> dict[str, Distribution]:
     }
     found = {}
     for name, value in of.items():
-        values = array("d", (held for one in rows if (held := value(one)) is not None))
-        if len(values) >= _FEWEST:
+        values = array("d", (latency for one in rows if (latency := value(one)) is not None))
+        if len(values) >= _MIN_REQUESTS:
             found[name] = analysis.distribution(analysis.PerRequest(values))
     return found
 
 
-def _workload(told: ImportedRun) -> Workload:
-    """Return what can be said of the traffic: its rate, and the usual lengths."""
+def _workload(run: ImportedRun) -> Workload:
+    """Return an approximate workload: the mean rate and the median lengths."""
     prompt, output = (
         max(1, round(statistics.median(lengths)))
-        for lengths in ([one.prompt for one in told.requests], [one.output for one in told.requests])
+        for lengths in ([one.prompt for one in run.requests], [one.output for one in run.requests])
     )
     return Workload.model_validate(
         {
-            "name": told.tool,
-            "description": f"as far as {told.tool} tells",
-            "arrivals": {"process": "poisson", "rate_per_s": min(told.rate_per_s, 1e6)},
+            "name": run.tool,
+            "description": f"mean rate and median lengths of a {run.tool} run",
+            "arrivals": {"process": "poisson", "rate_per_s": min(run.rate_per_s, 1e6)},
             "prompt": {"shape": "fixed", "tokens": prompt},
             "output": {"shape": "fixed", "tokens": output},
         }

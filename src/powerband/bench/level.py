@@ -1,4 +1,4 @@
-"""One level: hold a load until it is steady, measure a window, hold it until the window's last answer is in."""
+"""One level: apply a load until it is steady, measure a window, and keep the load until the window is answered."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from powerband import metrics
 from powerband.bench import analysis, crosscheck, guards
-from powerband.bench.level_controller import LEAST_DRAIN_S, MOST_WARM_S, LevelController, Plan
+from powerband.bench.level_controller import MAX_WARMUP_S, MIN_DRAIN_S, LevelController, LevelStatus, Plan
 from powerband.bench.monitor import Monitor, wait_until_idle
 from powerband.core import statistics
 from powerband.core.measurement import CrossCheck, Level, Timeline, Verdict
@@ -25,12 +25,13 @@ from powerband.load.wire import Target
 from powerband.runtime.replica import Replica
 from powerband.store import records as record_files
 
-_MOST_POINTS = 300  # of a timeline
+_MAX_TIMELINE_POINTS = 300
+_MAX_ERRORS = 5  # kinds of error to report
 
 
 @dataclass
 class Bench:
-    """What the levels of one run share."""
+    """Context shared by the levels of one run."""
 
     replica: Replica
     target: Target
@@ -38,53 +39,58 @@ class Bench:
     directory: Path
     counts_at_end: bool = False
     slo: SLO | None = None
-    base: Path | None = None  # of the workload's own paths
-    limit: int = 0
+    base: Path | None = None  # folder of the workload's relative paths
+    max_in_flight: int = 0  # 0: no limit
     senders: int = 1
     price_per_h: float | None = None
     stopping: threading.Event = field(default_factory=threading.Event)
-    on_progress: Callable[[Plan, LoadProgress, LevelController], None] = lambda *_: None
-    levels: int = 0
+    on_status: Callable[[LevelStatus], None] = lambda _: None
+    levels: int = 0  # blocks measured so far
 
     async def measure(self, plan: Plan) -> Block:
         """Run one block of a level and judge it."""
-        # A rate of sessions is that of requests over the turns; what is prepared lasts for warm-up, window and drain.
+        # Enough requests for warm-up, window and drain. With turns, each session counts as several requests.
         users = prompts.users(plan.workload)
-        span_s = MOST_WARM_S + 2 * plan.window_s + LEAST_DRAIN_S
+        span_s = MAX_WARMUP_S + 2 * plan.window_s + MIN_DRAIN_S
         per_s = plan.requests / plan.window_s
         turns = plan.workload.turns.count if plan.workload.turns else 1
         count = max(3 * plan.requests, int(per_s * span_s / turns) + 1, 4 * users)
         traffic = await asyncio.to_thread(
             prompts.prepare, plan.workload, count, vocabulary=self.vocabulary, base=self.base
         )
-        steering = LevelController(plan, traffic, slo=self.slo, stopping=self.stopping)
+        controller = LevelController(plan, traffic, slo=self.slo, stopping=self.stopping)
         await wait_until_idle(self.replica)
 
         def until(progress: LoadProgress, records: Records) -> bool:
-            self.on_progress(plan, progress, steering)
-            return steering(progress, records)
+            self.on_status(controller.status(progress))
+            return controller(progress, records)
 
-        async with Monitor(self.replica) as watch:
-            death = asyncio.create_task(self._die_with_engine(steering))
+        async with Monitor(self.replica) as monitor:
+            exit_watch = asyncio.create_task(self._stop_when_engine_exits(controller))
             run = await asyncio.to_thread(
-                generator.drive, self.target, traffic, limit=self.limit, senders=self.senders, until=until
+                generator.drive,
+                self.target,
+                traffic,
+                max_in_flight=self.max_in_flight,
+                senders=self.senders,
+                until=until,
             )
-            death.cancel()
+            exit_watch.cancel()
         self.levels += 1
         name = f"level-{self.levels:02d}.npz"
         await asyncio.to_thread(record_files.write, self.directory / name, run.records)
-        return observe(self, plan, traffic, run, steering, watch, records_name=name)
+        return analyse_block(self, plan, traffic, run, controller, monitor, records_name=name)
 
-    async def _die_with_engine(self, steering: LevelController) -> None:
+    async def _stop_when_engine_exits(self, controller: LevelController) -> None:
         process = self.replica.process
         if process is not None:
-            await process.ended.wait()
-            steering.died = f"exit code {process.exit_code}"
+            await process.exited.wait()
+            controller.died = f"exit code {process.exit_code}"
 
 
 @dataclass
 class Block:
-    """One run at one load: the records of its window and all that was seen beside them."""
+    """One run at one load: the records of its window, engine figures and guard verdicts."""
 
     plan: Plan
     measured: Records
@@ -102,39 +108,40 @@ class Block:
     records_name: str
 
 
-def observe(
+def analyse_block(
     bench: Bench,
     plan: Plan,
     traffic: prompts.Traffic,
     run: Run,
-    steering: LevelController,
-    watch: Monitor,
+    controller: LevelController,
+    monitor: Monitor,
     *,
     records_name: str,
 ) -> Block:
-    """Pick the window out of what happened, reconcile it with the engine, judge it."""
-    begin_s = steering.warm_s or 0.0
-    end_s = min(steering.end_s, run.elapsed_s)
+    """Select the records of the window, cross-check them with the engine, and judge them."""
+    begin_s = controller.window_start_s or 0.0
+    end_s = min(controller.window_end_s, run.elapsed_s)
     window_s = max(1e-9, end_s - begin_s)
     begin, end = int(begin_s * 1e9), int(end_s * 1e9)
-    users = steering.users
-    by = "end" if users else "due"  # of those who wait: what began before the window and ends in it is long
+    users = controller.users
+    # In a closed loop, selecting by due time would leave out long answers that start before the window and end in it.
+    by = "end" if users else "due"
     records = run.records.ordered(by)
     key = records[by]
     inside = [row for row in range(len(records)) if begin <= key[row] < end]
     complete = list(records.complete())
-    # A request that we cancelled ourselves failed only where we gave up on it after its window.
+    # A cancelled request counts as failed only if it was unanswered at the end of the drain period.
     cancelled = OUTCOMES.index("cancelled")
     failed = sum(not complete[row] and records["outcome"][row] != cancelled for row in inside)
-    gave_up = steering.early is None and not users
-    unsent = 0 if users else sum(begin <= due < end for due in run.unsent_due)  # held back by a cap until the end
-    unanswered = gave_up * (unsent + sum(records["outcome"][row] == cancelled for row in inside))
+    drained = controller.early is None and not users
+    unsent = 0 if users else sum(begin <= due < end for due in run.unsent_due)  # never sent because of --max-in-flight
+    unanswered = drained * (unsent + sum(records["outcome"][row] == cancelled for row in inside))
     measured = records.select(row for row in inside if complete[row])
     departed = sum(begin <= when < end for when in records["end"])
     in_flight = _mean_in_flight(records, begin, end)
-    places = watch.between(run.started_ns + begin, run.started_ns + end)
-    foreign, stolen = watch.foreign_share(places)
-    agreements = crosscheck.crosschecks(records, watch, places, run.started_ns, at_end=bench.counts_at_end)
+    samples = monitor.between(run.started_ns + begin, run.started_ns + end)
+    background, stolen = monitor.background_share(samples)
+    checks = crosscheck.crosschecks(records, monitor, samples, run.started_ns, at_end=bench.counts_at_end)
     evidence = guards.Evidence(
         workload=plan.workload,
         slo=bench.slo,
@@ -147,17 +154,17 @@ def observe(
         departed=departed,
         mean_in_flight=in_flight,
         users=users,
-        capped=bench.limit > 0,
+        capped=bench.max_in_flight > 0,
         client_cpu_share=run.client_cpu_s / max(run.elapsed_s, 1e-9),
         repeats=_repeats(traffic, len(records)),
-        known_share=crosscheck.known_share(traffic, measured),
-        gauges=watch.gauges,
-        crosschecks=agreements,
-        foreign_cpu_share=foreign,
+        cacheable_share=crosscheck.cacheable_share(traffic, measured),
+        gauges=monitor.gauges,
+        crosschecks=checks,
+        background_cpu_share=background,
         stolen_cpu_share=stolen,
         warmup_s=begin_s,
-        session_s=_session_s(steering, run),
-        died=steering.died,
+        session_s=_session_s(controller, run),
+        died=controller.died,
     )
     return Block(
         plan=plan,
@@ -172,25 +179,25 @@ def observe(
             "prepared_s": run.prepared_s,
             "worst_wake_s": run.worst_wake_s,
             "mean_in_flight": in_flight,
-            **({"foreign_cpu_share": foreign} if foreign is not None else {}),
+            **({"foreign_cpu_share": background} if background is not None else {}),
         },
-        engine=crosscheck.engine_figures(watch, places, traffic),
-        crosschecks=tuple(agreements),
-        timeline=_timeline(steering, watch, run.started_ns),
+        engine=crosscheck.engine_figures(monitor, samples, traffic),
+        crosschecks=tuple(checks),
+        timeline=_timeline(controller, monitor, run.started_ns),
         verdicts=tuple(guards.judge(evidence)),
-        early=steering.early,
+        early=controller.early,
         records_name=records_name,
     )
 
 
-def _session_s(steering: LevelController, run: Run) -> float:
-    if not steering.in_sessions:
+def _session_s(controller: LevelController, run: Run) -> float:
+    if not controller.in_sessions:
         return 0.0
-    return statistics.quantile(sorted(steering.sessions_s or [run.elapsed_s]), 0.5)
+    return statistics.quantile(sorted(controller.sessions_s or [run.elapsed_s]), 0.5)
 
 
 def pool(bench: Bench, blocks: Sequence[Block]) -> Level:
-    """Make one level of blocks of the same load; a guard that refuses one of them refuses it."""
+    """Combine blocks of the same load into one level; a guard that fails for one block fails for the level."""
     plan, users = blocks[0].plan, prompts.users(blocks[0].plan.workload)
     measured, window_s = Records(), sum(block.window_s for block in blocks)
     for block in blocks:
@@ -200,15 +207,15 @@ def pool(bench: Bench, blocks: Sequence[Block]) -> Level:
     for block in blocks:
         errors |= {what: errors.get(what, 0) + count for what, count in block.errors.items()}
     found = analysis.samples(measured) if len(measured) else {}
-    promises = analysis.slo_checks(bench.slo, found, failed=failed) if bench.slo and found else ()
+    checks = analysis.slo_checks(bench.slo, found, failed=failed) if bench.slo and found else ()
     attainment = goodput = None
     if bench.slo and found:
         total = len(measured) + failed
         attainment = statistics.wilson(analysis.good(bench.slo, measured), total)
         rate = total / window_s
         goodput = Interval(attainment.value * rate, attainment.low * rate, attainment.high * rate)
-    output_per_s = sum(metrics.tokens(measured)) / window_s
-    priced = bench.price_per_h is not None and output_per_s > 0
+    prompt_per_s, output_per_s = sum(measured["prompt"]) / window_s, sum(metrics.tokens(measured)) / window_s
+    both_per_s = prompt_per_s + output_per_s if prompt_per_s else 0.0  # 0: the server reports no prompt tokens
     last = blocks[-1]
     verdicts = [
         next((one for one in same if not one.valid), same[0])
@@ -222,16 +229,17 @@ def pool(bench: Bench, blocks: Sequence[Block]) -> Level:
         window_s=window_s,
         requests=len(measured),
         failed=failed,
-        errors=dict(sorted(errors.items(), key=lambda item: -item[1])[:5]),
+        errors=dict(sorted(errors.items(), key=lambda item: -item[1])[:_MAX_ERRORS]),
         achieved_per_s=departed / window_s if len(measured) else 0.0,
         attainment=attainment,
         goodput_per_s=goodput,
-        slo_checks=promises,
+        slo_checks=checks,
         answered_enough=bench.slo is None or failed <= (1 - bench.slo.success) * (len(measured) + failed),
-        prompt_tokens_per_s=sum(measured["prompt"]) / window_s,
+        prompt_tokens_per_s=prompt_per_s,
         output_tokens_per_s=output_per_s,
         tokens_per_chunk=sum(metrics.tokens(measured)) / max(1, sum(measured["chunks"])),
-        cost_per_1m_output_tokens=(bench.price_per_h or 0) / 3600 / output_per_s * 1e6 if priced else None,
+        cost_per_1m_output_tokens=_cost_per_1m(bench.price_per_h, output_per_s),
+        cost_per_1m_tokens=_cost_per_1m(bench.price_per_h, both_per_s),
         latencies={name: analysis.distribution(sample) for name, sample in found.items()},
         client={
             "send_lag_p99_s": statistics.quantile(sorted(metrics.send_lag(measured)) or [0.0], 0.99),
@@ -246,8 +254,12 @@ def pool(bench: Bench, blocks: Sequence[Block]) -> Level:
     )
 
 
+def _cost_per_1m(price_per_h: float | None, tokens_per_s: float) -> float | None:
+    return price_per_h / 3600 / tokens_per_s * 1e6 if price_per_h is not None and tokens_per_s else None
+
+
 def _repeats(traffic: prompts.Traffic, sent: int) -> int:
-    """Return how many of the sent requests had a prompt that was sent before, beyond what the workload says."""
+    """Return how many of the sent requests repeat an earlier prompt, without the repeats that the workload allows."""
     return round(traffic.text.repeats * min(1.0, sent / max(1, len(traffic) * traffic.turns)))
 
 
@@ -256,20 +268,20 @@ def _mean_in_flight(records: Records, begin: int, end: int) -> float:
     return sum(max(0, min(late, end) - max(early, begin)) for early, late in rows) / max(1, end - begin)
 
 
-def _timeline(steering: LevelController, watch: Monitor, started_ns: int) -> Timeline:
-    """Return the client's requests in flight at the moments of the engine's readings, thinned."""
-    step = max(1, len(watch.at_ns) // _MOST_POINTS)
-    places = range(0, len(watch.at_ns), step)
-    at = [(watch.at_ns[place] - started_ns) / 1e9 for place in places]
+def _timeline(controller: LevelController, monitor: Monitor, started_ns: int) -> Timeline:
+    """Return client and engine gauges at the monitor's sample times, thinned to a maximum number of points."""
+    step = max(1, len(monitor.at_ns) // _MAX_TIMELINE_POINTS)
+    samples = range(0, len(monitor.at_ns), step)
+    at = [(monitor.at_ns[index] - started_ns) / 1e9 for index in samples]
     return Timeline(
-        at_s=tuple(round(moment, 3) for moment in at),
-        in_flight=tuple(_at(steering.seen, moment) for moment in at),
-        queue_depth=tuple(watch.gauges[place].queue_depth for place in places),
-        running=tuple(watch.gauges[place].running for place in places),
-        kv_use=tuple(watch.gauges[place].kv_use for place in places),
+        at_s=tuple(round(at_s, 3) for at_s in at),
+        in_flight=tuple(_value_at(controller.in_flight, at_s) for at_s in at),
+        queue_depth=tuple(monitor.gauges[index].queue_depth for index in samples),
+        running=tuple(monitor.gauges[index].running for index in samples),
+        kv_use=tuple(monitor.gauges[index].kv_use for index in samples),
     )
 
 
-def _at(seen: list[tuple[float, int]], moment: float) -> float:
-    place = bisect_left(seen, (moment, 0))
-    return float(seen[min(place, len(seen) - 1)][1]) if seen and moment >= 0 else 0.0
+def _value_at(series: list[tuple[float, int]], at_s: float) -> float:
+    index = bisect_left(series, (at_s, 0))
+    return float(series[min(index, len(series) - 1)][1]) if series and at_s >= 0 else 0.0

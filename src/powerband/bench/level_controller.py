@@ -1,4 +1,4 @@
-"""Steer a level while it runs: when it is warm, when its window is over, and whether it is hopeless."""
+"""Control a level while it runs: end its warm-up, delimit its window, stop early if the SLO is out of reach."""
 
 from __future__ import annotations
 
@@ -6,182 +6,227 @@ import math
 import threading
 from bisect import bisect_left
 from dataclasses import dataclass
+from typing import Literal
 
 from powerband import metrics
-from powerband.core.measurement import spoken
+from powerband.core.measurement import describe_load
 from powerband.core.records import Records
 from powerband.core.slo import SLO
 from powerband.core.workload import Workload
 from powerband.load import prompts
 from powerband.load.generator import LoadProgress
 
-_LEAST_WARM_S = 1.0
-_USUAL_WARM_S, MOST_WARM_S = 15.0, 60.0  # the longer one where answers take long
-_FIRST_SESSIONS, _MOST_SESSION_S = 3, 300.0  # that must have run their course, and how long that may take
-_FIRST_ANSWERS = 10  # how long an answer takes before a queue has built up
-LEAST_DRAIN_S = 10.0
-_HOPELESS_TICKS = 20  # of 50 ms
+_MIN_WARMUP_S = 1.0
+_USUAL_WARMUP_S, MAX_WARMUP_S = 15.0, 60.0  # up to the maximum if answers take long
+_WARMUP_SESSIONS, _MAX_SESSION_S = 3, 300.0  # sessions that must end before the window opens, and the timeout for it
+_FIRST_ANSWERS = 10  # their duration is free of queueing: no queue has built up yet
+MIN_DRAIN_S = 10.0
+_SATURATED_TICKS = 20  # of 50 ms
+_SATURATION_FACTOR = 3  # queueing time over its SLO bound
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to hold: a rate or a number of users, and how much to measure of it."""
+    """A load to apply, as a rate or a number of users, and how much of it to measure."""
 
     workload: Workload
     window_s: float
-    requests: int  # roughly, within the window
-    stop_hopeless: bool = False  # give up early on a load that cannot keep the SLO
-    counted: bool = False  # the window ends with so many requests, not by the clock
+    requests: int  # approximate number within the window
+    stop_early: bool = False  # stop once the SLO is out of reach
+    by_count: bool = False  # the window ends after `requests` requests instead of `window_s`
+
+
+@dataclass(frozen=True)
+class LevelStatus:
+    """How far a level is, for a progress display."""
+
+    load: str
+    phase: Literal["warming up", "measuring", "draining"]
+    done: int  # answers within the window
+    needed: int  # approximate number of answers that the window needs
+    in_flight: int
+    remaining_s: float | None = None  # estimate; None: unknown
 
 
 class LevelController:
-    """Decide, while a level runs, when it is warm, when its window is over, and whether it is hopeless."""
+    """Decide after every tick of a level whether to stop it, and track its warm-up and window."""
 
     def __init__(self, plan: Plan, traffic: prompts.Traffic, *, slo: SLO | None, stopping: threading.Event) -> None:
         self.plan, self.traffic, self.slo, self.stopping = plan, traffic, slo, stopping
         self.users = prompts.users(plan.workload)
         self.in_sessions = traffic.turns > 1 and not self.users
-        self.warm_s: float | None = None
-        self.seen: list[tuple[float, int]] = []  # (elapsed, in flight)
-        self.hopeless = 0
-        self.early: str | None = None
+        self.window_start_s: float | None = None
+        self.known_end_s: float | None = None  # end of the window, once it is known
+        self.window_answers = 0
+        self.in_flight: list[tuple[float, int]] = []  # (elapsed_s, requests in flight)
+        self.early: str | None = None  # why the level was stopped early
         self.died: str | None = None
-        self.longest_s = self.unhurried_s = 0.0
-        self.settled_s: float | None = None  # when the first answers were there: later ones tell
-        self.judged = 0  # answers: before the window, then of it
-        self.beyond = [0] * len(slo.bounds()) if slo else []  # of these, beyond each bound
-        self.sessions_s: list[float] = []  # from the first turn to the last, of those that are over
-        self.counted = 0  # answers within the window so far
-        self.first = 0  # users who were answered once
-        self.over_s: float | None = None
-        self._looked = 0
+        self.longest_answer_s = self.unqueued_answer_s = 0.0
+        self.sessions_s: list[float] = []  # durations of the sessions that have ended
+        self.users_answered = 0  # users with at least one answer
+        self._first_answers_s: float | None = None  # when the first answers were complete; later ones are judged
+        self._judged = 0  # answers judged: before the window opens, then within it
+        self._late = [0] * len(slo.bounds()) if slo else []  # of these, beyond each bound
+        self._saturated_ticks = 0
+        self._rows_seen = 0
 
     @property
-    def end_s(self) -> float:
-        """Return when the window ends, or will end by the plan."""
-        if self.over_s is not None:
-            return self.over_s
-        return (self.warm_s if self.warm_s is not None else MOST_WARM_S) + self.plan.window_s
+    def window_end_s(self) -> float:
+        """Return when the window ends; an estimate until the end is known."""
+        if self.known_end_s is not None:
+            return self.known_end_s
+        return (self.window_start_s if self.window_start_s is not None else MAX_WARMUP_S) + self.plan.window_s
+
+    @property
+    def load(self) -> str:
+        """Return the load as text."""
+        return describe_load(self.users, self._planned_rate)
+
+    def status(self, progress: LoadProgress) -> LevelStatus:
+        """Return how far the level is."""
+        now, done, needed = progress.elapsed_s, self.window_answers, self.plan.requests
+        remaining_s = None
+        if self.window_start_s is None:
+            phase: Literal["warming up", "measuring", "draining"] = "warming up"
+        elif self.known_end_s is None and self.plan.by_count:
+            phase = "measuring"
+            remaining_s = max(0, needed - done) * (now - self.window_start_s) / done if done else None
+        elif now < self.window_end_s:
+            phase, remaining_s = "measuring", self.window_end_s - now
+        else:
+            phase = "draining"
+        return LevelStatus(self.load, phase, min(done, needed), needed, progress.in_flight, remaining_s)
+
+    @property
+    def _planned_rate(self) -> float:
+        return self.plan.requests / self.plan.window_s
 
     def __call__(self, progress: LoadProgress, records: Records) -> bool:
         now = progress.elapsed_s
-        self.seen.append((now, progress.in_flight))
-        key = records["end"] if self.users else records["due"]
-        for row in range(self._looked, len(records)):
-            self.longest_s = max(self.longest_s, (records["end"][row] - records["sent"][row]) / 1e9)
-            self.unhurried_s = self.longest_s if row < _FIRST_ANSWERS else self.unhurried_s
-            self.counted += self.warm_s is not None and key[row] >= self.warm_s * 1e9
-            session, turn = divmod(records["number"][row], self.traffic.turns)
-            self.first += session < self.users and not turn
-            if self.in_sessions and turn == self.traffic.turns - 1:
-                self.sessions_s.append(records["end"][row] / 1e9 - self.traffic.due_s[session])
-        if self.settled_s is None and len(records) >= _FIRST_ANSWERS:
-            self.settled_s = now
-        self._count_beyond(records)
-        self._looked = len(records)
+        self.in_flight.append((now, progress.in_flight))
+        self._read_new(records)
+        if self._first_answers_s is None and len(records) >= _FIRST_ANSWERS:
+            self._first_answers_s = now
+        self._count_late(records)
+        self._rows_seen = len(records)
         if self.died:
             self.early = f"the engine died ({self.died})"
         elif self.stopping.is_set():
             self.early = "interrupted"
-        elif self.plan.stop_hopeless and self._is_hopeless(progress):
-            self.early = "far more requests wait than the SLO allows"
-        elif self.plan.stop_hopeless and self._is_lost():
-            self.early, self.warm_s = "more answers are late than the SLO allows", self._since_s
+        elif self.plan.stop_early and (reason := self._saturated(progress)):
+            self.early = reason
+        elif self.plan.stop_early and (reason := self._too_many_late()):
+            self.early, self.window_start_s = reason, self._judged_since_s
         if self.early:
-            self.warm_s = self.warm_s if self.warm_s is not None else now
+            self.window_start_s = self.window_start_s if self.window_start_s is not None else now
             return True
-        if self.warm_s is None:
+        if self.window_start_s is None:
             if self._is_warm(now, len(records)):
                 self._open_window(now)
             return False
         if self.users:
-            over = self.counted >= self.plan.requests if self.plan.counted else now >= self.end_s
-            self.over_s = now if over else None
+            over = self.window_answers >= self.plan.requests if self.plan.by_count else now >= self.window_end_s
+            self.known_end_s = now if over else None
             return over
-        if self.plan.counted and self.over_s is None:  # of turns nobody knows beforehand when they are due
-            if self.counted < self.plan.requests and now < self.warm_s + 2 * self.plan.window_s:
+        if self.plan.by_count and self.known_end_s is None:  # the due times of later turns depend on the answers
+            if self.window_answers < self.plan.requests and now < self.window_start_s + 2 * self.plan.window_s:
                 return False
-            self.over_s = now
-        if now < self.end_s:
+            self.known_end_s = now
+        if now < self.window_end_s:
             return False
-        patience = max(LEAST_DRAIN_S, self.plan.window_s)
-        return now > self.end_s + patience or not self._unanswered(progress, records)
+        drain_timeout_s = max(MIN_DRAIN_S, self.plan.window_s)
+        return now > self.window_end_s + drain_timeout_s or not self._unanswered(progress, records)
+
+    def _read_new(self, records: Records) -> None:
+        key = records["end"] if self.users else records["due"]
+        for row in range(self._rows_seen, len(records)):
+            self.longest_answer_s = max(self.longest_answer_s, (records["end"][row] - records["sent"][row]) / 1e9)
+            self.unqueued_answer_s = self.longest_answer_s if row < _FIRST_ANSWERS else self.unqueued_answer_s
+            self.window_answers += self.window_start_s is not None and key[row] >= self.window_start_s * 1e9
+            session, turn = divmod(records["number"][row], self.traffic.turns)
+            self.users_answered += session < self.users and not turn
+            if self.in_sessions and turn == self.traffic.turns - 1:
+                self.sessions_s.append(records["end"][row] / 1e9 - self.traffic.due_s[session])
 
     def _is_warm(self, now: float, finished: int) -> bool:
-        """As many leave as arrive: one answer's time has passed, and no more are in flight than a while ago."""
-        if self.users:  # all begin at once, and their first answers wait for each other
-            return now >= (_LEAST_WARM_S if self.first >= self.users else _MOST_SESSION_S)
-        if self.in_sessions and not self._in_every_turn(now):
-            return now >= _MOST_SESSION_S
-        if now >= min(MOST_WARM_S, max(_USUAL_WARM_S, 2 * self.unhurried_s)):
+        """Return whether the load is steady: the time of one answer has passed and the queue does not grow."""
+        if self.users:  # all users start at once, so their first answers queue behind each other
+            return now >= (_MIN_WARMUP_S if self.users_answered >= self.users else _MAX_SESSION_S)
+        if self.in_sessions and not self._sessions_overlap(now):
+            return now >= _MAX_SESSION_S
+        if now >= min(MAX_WARMUP_S, max(_USUAL_WARMUP_S, 2 * self.unqueued_answer_s)):
             return True
-        if now < _LEAST_WARM_S or finished < 5 or now < 1.5 * self.longest_s:
+        if now < _MIN_WARMUP_S or finished < 5 or now < 1.5 * self.longest_answer_s:
             return False
-        third = bisect_left(self.seen, (now / 3, 0)), bisect_left(self.seen, (2 * now / 3, 0))
-        earlier = [count for _, count in self.seen[third[0] : third[1]]] or [0]
-        lately = [count for _, count in self.seen[third[1] :]] or [0]
+        second, third = bisect_left(self.in_flight, (now / 3, 0)), bisect_left(self.in_flight, (2 * now / 3, 0))
+        earlier = [count for _, count in self.in_flight[second:third]] or [0]
+        lately = [count for _, count in self.in_flight[third:]] or [0]
         before, after = sum(earlier) / len(earlier), sum(lately) / len(lately)
         return after <= before * 1.15 + 2
 
-    def _in_every_turn(self, now: float) -> bool:
-        """Sessions have run their course: until then later turns are missing, and less is asked than was meant."""
-        return len(self.sessions_s) >= _FIRST_SESSIONS and now >= 1.5 * max(self.sessions_s)
+    def _sessions_overlap(self, now: float) -> bool:
+        """Return whether sessions have ended, so that all turns are present and the rate has reached its plan."""
+        return len(self.sessions_s) >= _WARMUP_SESSIONS and now >= 1.5 * max(self.sessions_s)
 
     def _open_window(self, now: float) -> None:
-        """Begin to measure; where arrivals are known beforehand, so is the one that ends the window."""
-        self.warm_s, self.judged, self.beyond = now, 0, [0] * len(self.beyond)
-        if self.plan.counted and not self.users and self.traffic.turns == 1:
+        """Start the window; if the due times are known in advance, so is the end of a window by count."""
+        self.window_start_s, self._judged, self._late = now, 0, [0] * len(self._late)
+        if self.plan.by_count and not self.users and self.traffic.turns == 1:
             last = bisect_left(self.traffic.due_s, now) + self.plan.requests
-            self.over_s = self.traffic.due_s[min(last, len(self.traffic) - 1)]
+            self.known_end_s = self.traffic.due_s[min(last, len(self.traffic) - 1)]
 
-    def _is_hopeless(self, progress: LoadProgress) -> bool:
-        """By Little's law, this many waiting at this rate means a latency of three times its bound."""
+    def _saturated(self, progress: LoadProgress) -> str | None:
+        """Return a reason if, by Little's law, the queue implies a latency far above its bound."""
         if not self.slo or self.users:
-            return False
-        rate = self.plan.requests / self.plan.window_s
-        waiting = ((self.slo.ttft, progress.silent), (self.slo.e2e, progress.in_flight))
-        crowded = any(bounds and count > 3 * max(bounds.values()) * rate + 5 for bounds, count in waiting)
-        self.hopeless = self.hopeless + 1 if crowded else 0
-        return self.hopeless >= _HOPELESS_TICKS
+            return None
+        queues = ((self.slo.ttft, progress.awaiting_first_token), (self.slo.e2e, progress.in_flight))
+        limits = [
+            (count, _SATURATION_FACTOR * max(bounds.values()) * self._planned_rate + 5)
+            for bounds, count in queues
+            if bounds
+        ]
+        exceeded = [(count, limit) for count, limit in limits if count > limit]
+        self._saturated_ticks = self._saturated_ticks + 1 if exceeded else 0
+        if self._saturated_ticks < _SATURATED_TICKS:
+            return None
+        count, limit = exceeded[0]
+        return f"saturated: {count} requests waiting, limit {limit:.0f} for this SLO"
 
     @property
-    def load(self) -> str:
-        """Return the load in words."""
-        return spoken(self.users, self.plan.requests / self.plan.window_s)
+    def _judged_since_s(self) -> float | None:
+        """Return the time from which answers are judged."""
+        return self.window_start_s if self.window_start_s is not None else self._first_answers_s
 
-    @property
-    def _since_s(self) -> float | None:
-        """Return from when on requests are judged."""
-        return self.warm_s if self.warm_s is not None else self.settled_s
-
-    def _count_beyond(self, records: Records) -> None:
-        since_s = self._since_s
-        if not self.slo or not self.plan.stop_hopeless or since_s is None or self._looked == len(records):
+    def _count_late(self, records: Records) -> None:
+        since_s = self._judged_since_s
+        if not self.slo or not self.plan.stop_early or since_s is None or self._rows_seen == len(records):
             return
-        fresh = range(self._looked, len(records))
-        inside = records.select(row for row in fresh if records["due"][row] >= since_s * 1e9 and records["first"][row])
-        self.judged += len(inside)
-        for place, (metric, _, limit) in enumerate(self.slo.bounds()):
+        new = range(self._rows_seen, len(records))
+        judged = records.select(row for row in new if records["due"][row] >= since_s * 1e9 and records["first"][row])
+        self._judged += len(judged)
+        for index, (metric, _, limit) in enumerate(self.slo.bounds()):
             if metric in metrics.PER_REQUEST:
-                self.beyond[place] += sum(value > limit for value in metrics.PER_REQUEST[metric](inside))
+                self._late[index] += sum(value > limit for value in metrics.PER_REQUEST[metric](judged))
 
-    def _is_lost(self) -> bool:
-        """So many answers of the window are beyond a bound that the rest cannot make up for them.
+    def _too_many_late(self) -> str | None:
+        """Return a reason if more answers are beyond a bound than the SLO allows for the whole window.
 
-        Before the window less is asked than was meant: where most are late even so, more will be. Users who all begin
-        at once are the exception.
+        Before the window opens the load is below its plan: if most answers are late even then, the SLO is out of reach.
+        This does not hold for closed-loop users, who all start at once.
         """
-        bounds = self.slo.bounds() if self.slo else ()
-        least = 0.0
-        if self.warm_s is None:
-            least = math.inf if self.users else self.judged / 2
-        allowed = (max((1 - p) * self.plan.requests, least) for _, p, _ in bounds)
-        return any(late > most + 1 for late, most in zip(self.beyond, allowed, strict=True))
+        min_late = 0.0
+        if self.window_start_s is None:
+            min_late = math.inf if self.users else self._judged / 2
+        for late, (metric, p, limit) in zip(self._late, self.slo.bounds() if self.slo else (), strict=True):
+            allowed = max((1 - p) * self.plan.requests, min_late) + 1
+            if late > allowed:
+                return f"{late} late answers ({metric.upper()} above {limit:g} s), limit {math.floor(allowed)}"
+        return None
 
     def _unanswered(self, progress: LoadProgress, records: Records) -> bool:
-        """Tell whether a request of the window is still out."""
-        if self.traffic.turns > 1:  # later turns are due at times that nobody knows beforehand
-            return progress.elapsed_s < self.end_s + 1.5 * self.longest_s
-        end = bisect_left(self.traffic.due_s, self.end_s)
+        """Return whether a request of the window is still unanswered."""
+        if self.traffic.turns > 1:  # the due times of later turns depend on the answers
+            return progress.elapsed_s < self.window_end_s + 1.5 * self.longest_answer_s
+        end = bisect_left(self.traffic.due_s, self.window_end_s)
         finished = sum(1 for number in records["number"] if number < end)
         return finished < end

@@ -1,4 +1,4 @@
-"""Watch the machine and the engine while a level runs."""
+"""Sample the engine's gauges and the machine's CPU while a level runs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import psutil
 from powerband.core.engine import Gauges
 from powerband.runtime.replica import Replica
 
-EVERY_S = 1.0
-_CALM_S, _CALM_LOOKS = 60.0, 2
+INTERVAL_S = 1.0
+_IDLE_TIMEOUT_S = 60.0
+_IDLE_SAMPLES = 2  # consecutive samples without a request
 
 
 async def wait_until_idle(replica: Replica) -> None:
-    """Wait until nothing of an earlier load is left in an engine of ours: what was given up it may still work off."""
-    until, idle = time.monotonic() + _CALM_S, 0
-    while replica.process is not None and idle < _CALM_LOOKS and time.monotonic() < until:
+    """Wait until a local engine has no requests left from an earlier load; it may still process cancelled ones."""
+    deadline, idle = time.monotonic() + _IDLE_TIMEOUT_S, 0
+    while replica.process is not None and idle < _IDLE_SAMPLES and time.monotonic() < deadline:
         gauges = await replica.gauges()
         idle = 0 if gauges.running or gauges.queue_depth else idle + 1
         await asyncio.sleep(0.1)
@@ -28,54 +29,54 @@ async def wait_until_idle(replica: Replica) -> None:
 
 @dataclass
 class Monitor:
-    """Readings of the engine's gauges and of the CPU, with the moments at which they were taken."""
+    """Samples of the engine's gauges and of CPU time, with their timestamps."""
 
     replica: Replica
     at_ns: list[int] = field(default_factory=list)
     gauges: list[Gauges] = field(default_factory=list)
-    cpu: list[tuple[float, float, float]] = field(default_factory=list)  # busy, stolen, ours; seconds
+    cpu: list[tuple[float, float, float]] = field(default_factory=list)  # seconds: busy, stolen, own processes
 
     async def __aenter__(self) -> Monitor:
-        self._ours = _Ours(self.replica.url)
-        await self._look()
-        self._task = asyncio.create_task(self._go_on())
+        self._own_cpu = _OwnCpu(self.replica.url)
+        await self._sample()
+        self._task = asyncio.create_task(self._sample_regularly())
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
-        await self._look()
+        await self._sample()
 
-    async def _go_on(self) -> None:
+    async def _sample_regularly(self) -> None:
         while True:
-            await asyncio.sleep(EVERY_S)
-            await self._look()
+            await asyncio.sleep(INTERVAL_S)
+            await self._sample()
 
-    async def _look(self) -> None:
+    async def _sample(self) -> None:
         began = time.monotonic_ns()
         gauges = await self.replica.gauges()
         self.at_ns.append((began + time.monotonic_ns()) // 2)
         self.gauges.append(gauges)
-        self.cpu.append(self._ours.read())
+        self.cpu.append(self._own_cpu.read())
 
     def between(self, begin_ns: int, end_ns: int) -> list[int]:
-        """Return which readings lie within a span of time."""
-        return [place for place, moment in enumerate(self.at_ns) if begin_ns <= moment <= end_ns]
+        """Return the indices of the samples within a time span."""
+        return [index for index, at_ns in enumerate(self.at_ns) if begin_ns <= at_ns <= end_ns]
 
-    def foreign_share(self, places: list[int]) -> tuple[float | None, float]:
-        """Return which part of the machine's CPU went to others, and which of that to its host."""
-        if len(places) < 2:
+    def background_share(self, samples: list[int]) -> tuple[float | None, float]:
+        """Return the shares of the machine's CPU used by other processes (including steal) and stolen by its host."""
+        if len(samples) < 2:
             return None, 0.0
-        first, last = self.cpu[places[0]], self.cpu[places[-1]]
-        elapsed = (self.at_ns[places[-1]] - self.at_ns[places[0]]) / 1e9
+        first, last = self.cpu[samples[0]], self.cpu[samples[-1]]
+        elapsed = (self.at_ns[samples[-1]] - self.at_ns[samples[0]]) / 1e9
         capacity = elapsed * (psutil.cpu_count() or 1)
-        busy, stolen, ours = (late - early for early, late in zip(first, last, strict=True))
-        return max(0.0, busy + stolen - ours) / capacity, stolen / capacity
+        busy, stolen, own = (late - early for early, late in zip(first, last, strict=True))
+        return max(0.0, busy + stolen - own) / capacity, stolen / capacity
 
 
-class _Ours:
-    """CPU seconds of this process, of what it started, and of the server where that is on this machine."""
+class _OwnCpu:
+    """CPU seconds of this process, its children, and the measured server if it runs on this machine."""
 
     def __init__(self, url: str) -> None:
         self._roots = [psutil.Process()]
@@ -100,7 +101,7 @@ class _Ours:
 
 
 def _listening(port: int) -> list[psutil.Process]:
-    """Return the processes that listen on a port here, where we may see them."""
+    """Return the local processes that listen on a port, as far as permissions allow."""
     found = []
     with contextlib.suppress(psutil.Error):
         for one in psutil.net_connections("tcp"):

@@ -1,4 +1,4 @@
-"""Profiles: a generator that yields the next load to hold and is sent what came of it."""
+"""Profiles: generators that yield the next load to measure and receive the resulting level."""
 
 from __future__ import annotations
 
@@ -15,19 +15,16 @@ from powerband.core.slo import SLO
 from powerband.core.workload import Workload
 from powerband.load import prompts
 
-_SPARE = 1.5  # samples beyond what the highest percentile needs
-_LEAST_WINDOW_S, _SHORTEST_WINDOW_S = 10.0, 3.0
-_CLOSE, _ROUGHLY = 1.1, 1.301  # the climb ends when the lowest rate that breaks is this near to the highest that holds
-_STEP, _SMALL_STEP, _LONGER = (
-    1.5,
-    1.3,
-    1.5,
-)  # a rough climb's steps become longer: it may have been told to start far away
-_TRIES = 3
-_EACH = 2  # requests of each user of a crowd, at least
-_NEAR, _FAR = 0.02, 1.5  # how far from its bound a percentile may count to be, as a logarithm
-_LARGEST_STEPS = 12
-_ALONE = 20  # requests, one at a time: what is late even so is late at any rate
+_SPARE = 1.5  # samples relative to the minimum of the highest percentile
+_MIN_WINDOW_S, _MIN_SHORT_WINDOW_S = 10.0, 3.0
+_BRACKET, _COARSE_BRACKET = 1.1, 1.301  # a climb ends when lowest missed / highest met rate is at most this
+_STEP, _COARSE_STEP = 1.5, 1.3
+_STEP_GROWTH = 1.5  # exponent by which a coarse climb's steps grow: its start may be far from the maximum
+_MAX_TRIES = 3
+_REQUESTS_PER_USER = 2  # of a closed loop, at least
+_MIN_LOG_DISTANCE, _MAX_LOG_DISTANCE = 0.02, 1.5  # of a percentile from its bound
+_MAX_STEPS = 12
+_CONCURRENCY_1_REQUESTS = 20  # if these are late at concurrency 1, so are requests at any rate
 
 
 @dataclass(frozen=True)
@@ -36,47 +33,48 @@ class Amount:
 
     window_s: float | None = None
     requests: int | None = None
-    least: int | None = None  # requests; more where they would not show a queue that grows
+    min_requests: int | None = None  # instead of the default; more if the window would be too short
     seed: int | None = None
 
-    def plan(self, workload: Workload, slo: SLO | None, *, block: int = 0, hopeless: bool = False) -> Plan:
-        """Return the plan for a load; every block has requests of its own."""
+    def plan(self, workload: Workload, slo: SLO | None, *, block: int = 0, stop_early: bool = False) -> Plan:
+        """Return the plan for a load; every block has its own seed."""
         seed = (self.seed if self.seed is not None else workload.seed) + block
         workload, rate = workload.with_seed(seed), workload.rate_per_s
-        if rate is None:  # a closed loop: nobody knows its rate beforehand
-            counted = self.requests is not None and self.window_s is None
+        if rate is None:  # a closed loop: its rate is not known in advance
+            by_count = self.requests is not None and self.window_s is None
             requests = self.requests or max(200, 4 * prompts.users(workload))
-            return Plan(workload, self.window_s or _LEAST_WINDOW_S, requests, hopeless, counted)
+            return Plan(workload, self.window_s or _MIN_WINDOW_S, requests, stop_early, by_count)
         if self.window_s is not None:
-            return Plan(workload, self.window_s, max(1, round(rate * self.window_s)), hopeless)
-        requests = self.requests or max(self.least or enough(slo), math.ceil(rate * self._least_window_s(slo)))
-        return Plan(workload, requests / rate, requests, hopeless, counted=True)
+            return Plan(workload, self.window_s, max(1, round(rate * self.window_s)), stop_early)
+        min_requests = self.min_requests or requests_needed(slo)
+        requests = self.requests or max(min_requests, math.ceil(rate * self._min_window_s(slo)))
+        return Plan(workload, requests / rate, requests, stop_early, by_count=True)
 
-    def _least_window_s(self, slo: SLO | None) -> float:
-        """Return how long to look at least; where little is asked for, ten times as long as anyone waits."""
-        bounds = slo.bounds() if slo and self.least else ()
-        waits = [limit for metric, _, limit in bounds if metric in ("ttft", "e2e")]
-        return min(_LEAST_WINDOW_S, max(_SHORTEST_WINDOW_S, 10 * max(waits))) if waits else _LEAST_WINDOW_S
-
-
-def enough(slo: SLO | None) -> int:
-    """Return how many requests the SLO's highest percentile needs, with some to spare; p95 without an SLO."""
-    return math.ceil(statistics.needed(slo.highest if slo else 0.95) * _SPARE)
+    def _min_window_s(self, slo: SLO | None) -> float:
+        """Return the minimum window; with `min_requests`, it may be as short as ten times the longest SLO bound."""
+        bounds = slo.bounds() if slo and self.min_requests else ()
+        limits = [limit for metric, _, limit in bounds if metric in ("ttft", "e2e")]
+        return min(_MIN_WINDOW_S, max(_MIN_SHORT_WINDOW_S, 10 * max(limits))) if limits else _MIN_WINDOW_S
 
 
-Steps = Generator[tuple[Plan, bool], Level, None]  # the plan; whether it is another block of the last level
+def requests_needed(slo: SLO | None) -> int:
+    """Return the number of requests for the SLO's highest percentile (p95 without an SLO), with a margin."""
+    return math.ceil(statistics.min_samples(slo.highest_percentile if slo else 0.95) * _SPARE)
 
 
-def one_level(workload: Workload, slo: SLO | None, amount: Amount, *, blocks: int, hopeless: bool = False) -> Steps:
-    """Hold the workload's own load; where it is hopeless, no longer than it takes to see that."""
+Steps = Generator[tuple[Plan, bool], Level, None]  # yields a plan, and whether it is another block of the last level
+
+
+def one_level(workload: Workload, slo: SLO | None, amount: Amount, *, blocks: int, stop_early: bool = False) -> Steps:
+    """Measure the workload at its own load."""
     for block in range(blocks):
-        level = yield amount.plan(workload, slo, block=block, hopeless=hopeless), block > 0
+        level = yield amount.plan(workload, slo, block=block, stop_early=stop_early), block > 0
         if level.stopped_early:
             return
 
 
 def sweep(workload: Workload, slo: SLO | None, amount: Amount, *, rates: Sequence[float], blocks: int) -> Steps:
-    """Hold one rate after another."""
+    """Measure a list of rates."""
     number = 0
     for rate in rates:
         for block in range(blocks):
@@ -91,117 +89,119 @@ def climb(
     *,
     start_per_s: float,
     blocks: int = 1,
-    least_per_s: float = 0.0,
-    rough: bool = False,
+    min_per_s: float = 0.0,
+    coarse: bool = False,
 ) -> Steps:
-    """Find the highest rate that keeps the SLO: step up until it breaks, halve the bracket, confirm the answer.
+    """Find the highest rate that meets the SLO: step up until it is missed, bisect the bracket, confirm the result.
 
-    A rough climb takes small steps from where it is told to start, and confirms nothing: `knee` tells what it found.
-    Where the first rate breaks, requests are asked one at a time: what is late even so need not be asked more slowly.
+    A coarse climb takes smaller steps, stops at a wider bracket and confirms nothing; `max_rate` interpolates its
+    result. If the first rate misses the SLO, the climb measures concurrency 1 and ends if that misses the SLO too.
     """
     number = 0
-    holds, breaks = 0.0, math.inf
-    rate, step, close = start_per_s, *((_SMALL_STEP, _ROUGHLY) if rough else (_STEP, _CLOSE))
+    met, missed = 0.0, math.inf
+    rate, step, bracket = start_per_s, *((_COARSE_STEP, _COARSE_BRACKET) if coarse else (_STEP, _BRACKET))
 
     def plan(rate: float, *, longer: int = 1) -> Plan:
         nonlocal number
         number += 1
-        short = amount.plan(workload.at_rate(rate), slo, block=number - 1, hopeless=True)
+        short = amount.plan(workload.at_rate(rate), slo, block=number - 1, stop_early=True)
         return replace(short, window_s=short.window_s * longer, requests=short.requests * longer)
 
-    while number < _LARGEST_STEPS and breaks > holds * close and breaks > least_per_s:
-        for _ in range(_TRIES):
+    while number < _MAX_STEPS and missed > met * bracket and missed > min_per_s:
+        for _ in range(_MAX_TRIES):
             level = yield plan(rate), False
             if not inconclusive(level):
                 break
         if meets_slo(level):
-            holds = rate
+            met = rate
         else:
-            breaks = rate
-            if rate == start_per_s and rate > least_per_s:
-                alone = replace(amount, requests=_ALONE, window_s=None)
-                level = yield alone.plan(workload.with_users(1), slo, block=_LARGEST_STEPS * 2, hopeless=True), False
+            missed = rate
+            if rate == start_per_s and rate > min_per_s:
+                check = replace(amount, requests=_CONCURRENCY_1_REQUESTS, window_s=None)
+                level = yield check.plan(workload.with_users(1), slo, block=_MAX_STEPS * 2, stop_early=True), False
                 if level.stopped_early and not inconclusive(level):
                     return
-        if holds and not math.isinf(breaks):
-            rate = math.sqrt(holds * breaks)
+        if met and not math.isinf(missed):
+            rate = math.sqrt(met * missed)
         else:
-            rate = holds * step if holds else breaks / step
-            step **= _LONGER if rough else 1.0
-    while holds and not rough and number < 2 * _LARGEST_STEPS:
+            rate = met * step if met else missed / step
+            step **= _STEP_GROWTH if coarse else 1.0
+    while met and not coarse and number < 2 * _MAX_STEPS:
         for block in range(blocks):
-            level = yield plan(holds, longer=2), block > 0
+            level = yield plan(met, longer=2), block > 0
         if meets_slo(level):
             return
         if not inconclusive(level):
-            holds /= _CLOSE
+            met /= _BRACKET
 
 
 def closed_loop(workload: Workload, slo: SLO, amount: Amount) -> Steps:
-    """Let the workload's own users ask, who wait for their answers: no load is higher than what they are answered."""
-    requests = max(amount.least or enough(slo), _EACH * prompts.users(workload))
-    for block in range(_TRIES):
-        level = yield replace(amount, requests=requests).plan(workload, slo, block=block, hopeless=True), False
-        longer = math.ceil(level.achieved_per_s * _LEAST_WINDOW_S)
-        if not inconclusive(level) and longer <= requests * _CLOSE:
+    """Measure a closed-loop workload with its own users; more requests if the window was too short."""
+    requests = max(amount.min_requests or requests_needed(slo), _REQUESTS_PER_USER * prompts.users(workload))
+    for block in range(_MAX_TRIES):
+        level = yield replace(amount, requests=requests).plan(workload, slo, block=block, stop_early=True), False
+        longer = math.ceil(level.achieved_per_s * _MIN_WINDOW_S)
+        if not inconclusive(level) and longer <= requests * _BRACKET:
             return
         requests = max(requests, longer)
 
 
 def max_rate(levels: Sequence[Level]) -> float | None:
-    """Return where the SLO just holds, between the highest load that keeps it and the lowest that breaks it.
+    """Return the maximum rate within the SLO, between the highest rate that meets it and the lowest that misses it.
 
-    How far the two are from the bounds says where between them. A load that is answered more slowly than it comes, and
-    yet within the bounds, says what is answered; so do users who wait for their answers. None where no load keeps it.
+    The distances of the two levels from the SLO bounds give the point between them. If the higher level is within the
+    bounds but answers more slowly than requests arrive, and in a closed loop, the result is the rate of answers. None
+    if no level meets the SLO.
     """
     if all(one.users for one in levels):
         answered = [one.achieved_per_s for one in levels if meets_slo(one)]
         return answered[-1] if answered else None
-    broken = [one for one in levels if one.rate_per_s and not (meets_slo(one) or inconclusive(one))]
-    beyond = min(broken, key=lambda one: one.rate_per_s or 0.0, default=None)
-    most = (beyond.rate_per_s or 0.0) if beyond else math.inf
-    within = max(
-        (one for one in levels if meets_slo(one) and (one.rate_per_s or 0.0) < most),
+    misses = [one for one in levels if one.rate_per_s and not (meets_slo(one) or inconclusive(one))]
+    missed = min(misses, key=lambda one: one.rate_per_s or 0.0, default=None)
+    missed_per_s = (missed.rate_per_s or 0.0) if missed else math.inf
+    met = max(
+        (one for one in levels if meets_slo(one) and (one.rate_per_s or 0.0) < missed_per_s),
         key=lambda one: one.rate_per_s or 0.0,
         default=None,
     )
-    if within is None or within.rate_per_s is None:
+    if met is None or met.rate_per_s is None:
         return None
-    if beyond is None or beyond.rate_per_s is None:
-        return within.rate_per_s
-    below, above = min(_beyond(within), -_NEAR), _beyond(beyond)
+    if missed is None or missed.rate_per_s is None:
+        return met.rate_per_s
+    below, above = min(_log_excess(met), -_MIN_LOG_DISTANCE), _log_excess(missed)
     if above <= 0:
-        return min(max(beyond.achieved_per_s, within.rate_per_s), beyond.rate_per_s)
-    part = below / (below - max(above, _NEAR))
-    return within.rate_per_s * math.exp(part * math.log(beyond.rate_per_s / within.rate_per_s))
+        return min(max(missed.achieved_per_s, met.rate_per_s), missed.rate_per_s)
+    part = below / (below - max(above, _MIN_LOG_DISTANCE))
+    return met.rate_per_s * math.exp(part * math.log(missed.rate_per_s / met.rate_per_s))
 
 
-def _beyond(level: Level) -> float:
-    """Return by how much the worst percentile exceeds its bound, as a logarithm; below nothing where all are kept.
+def _log_excess(level: Level) -> float:
+    """Return log(percentile / bound) of the worst SLO check, negative if all bounds are met.
 
-    A level that was stopped early has too few answers to tell a percentile, and enough to tell how late they are.
+    It uses the stored quantile function, because a level that was stopped early has too few samples for a percentile.
     """
     found = [0.0] if not level.slo_checks else []
     for one in level.slo_checks:
-        place = bisect_left(GRID, float(one.percentile[1:]) / 100)
-        found.append(math.log(max(level.latencies[one.metric].grid[place], 1e-6) / one.limit_s))
-    return min(max(found), _FAR)
+        index = bisect_left(GRID, float(one.percentile[1:]) / 100)
+        found.append(math.log(max(level.latencies[one.metric].grid[index], 1e-6) / one.limit_s))
+    return min(max(found), _MAX_LOG_DISTANCE)
 
 
 def inconclusive(level: Level) -> bool:
-    """Tell whether a level says nothing about its load, because something disturbed the measuring."""
-    refused = {one.guard for one in level.refused}
-    if level.stopped_early:  # its window was cut short
-        refused -= {"sample size", "steady state"}
-    trouble = guards.TROUBLE | ({"steady state"} if level.users else set())  # who ask no more than they are answered
-    return bool(refused) and refused <= trouble
+    """Return whether a disturbance of the measurement makes a level unusable as a result for its load."""
+    failed = {one.guard for one in level.failed_guards}
+    if level.stopped_early:  # the window was cut short
+        failed -= {"sample size", "steady state"}
+    # A closed loop cannot be overloaded, so a drift there is a disturbance.
+    faults = guards.MEASUREMENT_FAULTS | ({"steady state"} if level.users else set())
+    return bool(failed) and failed <= faults
 
 
 def meets_slo(level: Level) -> bool:
-    """Tell whether a level held and may be believed; too much load is an answer here, not a fault."""
+    """Return whether a level is valid, complete and meets the SLO."""
     return level.meets_slo and level.valid and not level.stopped_early
 
 
 def sustains(level: Level, rate_per_s: float) -> bool:
-    """Tell whether a level proves a promised rate: users who wait are to be answered at that rate, too."""
+    """Return whether a level proves that the SLO is met at a rate; a closed loop must also answer at that rate."""
     return meets_slo(level) and (not level.users or level.achieved_per_s >= rate_per_s)

@@ -1,4 +1,4 @@
-"""Facts as data: a YAML file is an entry, and its name is how people ask for it."""
+"""Built-in devices, schemes, workloads, SLOs and models: one data file per entry, found by its name."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _FOLDERS = {
     "quality": "floors",
     "task": "tasks",
 }
-CLASSES = ("chat", "code", "maths", "prose")  # of text
-JUDGING = 40  # samples of each class that judge
+CLASSES = ("chat", "code", "maths", "prose")  # of text samples
+EVALUATION_SAMPLES = 40  # of each class; the other samples are for calibration
 
 
 @cache
 def names(kind: str) -> tuple[str, ...]:
-    """Return the entries of a kind."""
+    """Return the names of all entries of a kind."""
     folder = resources.files(__name__) / _FOLDERS[kind]
     return tuple(sorted(_entry(item.name) for item in folder.iterdir() if item.name.endswith((".yaml", ".json"))))
 
 
 def _entry(file: str) -> str:
-    """Return how people ask for a file: a model by its name on the hub."""
+    """Return the name of the entry in a file; models have their hub id."""
     return file.rpartition(".")[0].replace("--", "/")
 
 
 def text(kind: str, name: str) -> str:
-    """Return an entry's file."""
+    """Return the text of an entry's file."""
     if name not in names(kind):
         raise InputError(
             f"there is no {kind} '{name}' in the catalogue, and no such file.{did_you_mean(name, names(kind))}",
@@ -50,7 +50,7 @@ def text(kind: str, name: str) -> str:
 
 @cache
 def words(content: str) -> tuple[str, ...]:
-    """Return the words that synthetic text of that content is made of."""
+    """Return the vocabulary of synthetic text of a kind."""
     listed = (resources.files(__name__) / "words" / f"{content}.txt").read_text("utf-8").split()
     return tuple(dict.fromkeys(listed))
 
@@ -62,11 +62,11 @@ def _texts(content: str) -> tuple[dict[str, Any], ...]:
 
 
 def texts(content: str) -> tuple[dict[str, Any], ...]:
-    """Return the samples of a class of text that judge: chats have turns, code, maths and prose a text."""
-    return _texts(content)[:JUDGING]
+    """Return the evaluation samples of a class; chats have `turns`, the other classes a `text`."""
+    return _texts(content)[:EVALUATION_SAMPLES]
 
 
 def calibration_texts() -> list[str]:
-    """Return other samples as plain text, the classes taking turns: what calibrated does not judge."""
-    rows = itertools.zip_longest(*(_texts(content)[JUDGING:] for content in CLASSES))
+    """Return the calibration samples as plain text, interleaved by class; evaluation samples are not among them."""
+    rows = itertools.zip_longest(*(_texts(content)[EVALUATION_SAMPLES:] for content in CLASSES))
     return ["\n".join(one.get("turns") or [one["text"]]) for row in rows for one in row if one]

@@ -4,205 +4,207 @@ from __future__ import annotations
 
 import shlex
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from powerband.cli import inputs
-from powerband.cli.output import Json, emit, out, stderr, warning
+from powerband.cli import options
+from powerband.cli.output import emit, live, out, stderr, warning
+from powerband.cli.progress import start_progress, status_line
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from powerband.bench import BenchSpec
-    from powerband.bench.level_controller import LevelController, Plan
+    from powerband.bench.level_controller import LevelStatus
     from powerband.core.measurement import Level, Measurement
-    from powerband.launchers.local import Prepared
-    from powerband.load.generator import LoadProgress
+    from powerband.runtime.replica import Replica
 
 
 def bench(
     what: Annotated[
-        str, typer.Argument(metavar="[URL|DEPLOYMENT|MODEL]", help="A server's URL, a deployment.yaml, or a model.")
+        str,
+        typer.Argument(
+            metavar="[URL|DEPLOYMENT|MODEL]",
+            help="URL of a running server, a deployment.yaml, or a model to start.",
+            show_default="golden server",
+        ),
     ] = "golden",
     *,
-    workload: Annotated[str, typer.Option(help="A workload.yaml, or a name of the catalogue.")] = "chat",
-    slo: Annotated[str | None, typer.Option(help="An slo.yaml, or a name of the catalogue.")] = None,
+    workload: options.Workload = "chat",
+    slo: options.OptionalSlo = None,
     profile: Annotated[
-        str, typer.Option(help="level, sweep, or climb: the highest rate that keeps the SLO.")
+        str,
+        typer.Option(
+            **options.choice("profile", ("level", "sweep", "climb")),
+            help="One load, several rates, or a search for the max rate within the SLO.",
+        ),
     ] = "level",
-    rate: Annotated[float | None, typer.Option(help="Requests per second; a climb starts here.")] = None,
-    users: Annotated[int | None, typer.Option(help="A closed loop of so many users instead of a rate.")] = None,
-    rates: Annotated[str | None, typer.Option(help="The rates of a sweep, such as 1,2,4.")] = None,
-    duration: Annotated[str | None, typer.Option(help="How long to measure each level.", show_default="enough")] = None,
-    requests: Annotated[int | None, typer.Option(help="How many requests to measure at each level.")] = None,
-    blocks: Annotated[int, typer.Option(min=1, help="Measure each level (of a climb: the answer) so many times.")] = 1,
-    seed: Annotated[int | None, typer.Option(help="Other requests of the same kind.")] = None,
-    max_in_flight: Annotated[int, typer.Option(min=0, help="Hold back what exceeds this; its wait is counted.")] = 0,
-    senders: Annotated[int, typer.Option(min=1, help="Threads that send; one carries 100,000 tokens/s.")] = 1,
-    price: Annotated[float | None, typer.Option(help="What the machine costs per hour.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Model folder or GGUF whose tokenizer counts.")] = None,
-    engine: Annotated[str | None, typer.Option(help="vllm, llamacpp, openai or fake; guessed from the model.")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="An engine knob; may stand again.")
+    rate: Annotated[float | None, typer.Option(metavar="PER_S", help="Requests per second; start of a climb.")] = None,
+    users: Annotated[
+        int | None, typer.Option(metavar="N", help="Closed loop with N concurrent users, instead of a rate.")
     ] = None,
-    engine_path: Annotated[str | None, typer.Option(help="Use this binary or interpreter as the engine.")] = None,
-    ready_timeout: Annotated[str, typer.Option(help="How long a start may take.")] = "600s",
-    output: Annotated[str | None, typer.Option(help="Where the results go.", show_default="a new state folder")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Print an invalid number, marked as such.")] = False,
-    json: Json = False,
+    rates: Annotated[str | None, typer.Option(metavar="R1,R2,...", help="Request rates of a sweep.")] = None,
+    duration: Annotated[
+        str | None, typer.Option(metavar="DURATION", help="Measured time of each level.", show_default="automatic")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(metavar="N", help="Requests to measure at each level.")] = None,
+    blocks: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Repetitions of each level; of a climb, of its answer.")
+    ] = 1,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Workload seed; the same seed gives the same requests.")
+    ] = None,
+    max_in_flight: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Client-side limit; time spent waiting for it counts as latency.")
+    ] = 0,
+    senders: Annotated[int, typer.Option(min=1, metavar="N", help="Client threads; one handles 100,000 tokens/s.")] = 1,
+    price: options.Prices = None,
+    tokenizer: options.Tokenizer = None,
+    engine: options.Engine = None,
+    set_: options.Set = None,
+    engine_path: options.EnginePath = None,
+    ready_timeout: options.ReadyTimeout = "600s",
+    output: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Directory for results.", show_default="a new run directory")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Print an invalid measurement, marked as invalid.")] = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
 ) -> None:
-    """Measure a server under load, and refuse to print a number that is not true.
+    """Measure a server under load; refuse to print an invalid number.
 
-    Exit code 3: a guard refused the measurement. 4: the SLO was not kept.
+    Exit codes: 4 the SLO is missed, 5 a guard rejected the measurement.
     """
-    import asyncio
-    from typing import get_args
+    from pathlib import Path
 
-    from powerband.bench import BenchSpec, Profile
-    from powerband.bench.profiles import Amount
-    from powerband.errors import InputError, did_you_mean
-    from powerband.launchers import local
-    from powerband.plan import expect
+    from powerband import inputs
     from powerband.store import runs
 
-    if what == "golden" and engine is None:
-        engine = "fake"
-    if profile not in get_args(Profile):
-        raise InputError(
-            f"there is no profile '{profile}'.{did_you_mean(profile, get_args(Profile))}", hint="level, sweep or climb"
-        )
-    order = BenchSpec(
-        workload=inputs.traffic(workload, rate=None if profile == "climb" else rate, users=users),
-        slo=inputs.promise(slo) if slo else None,
-        profile=profile,  # type: ignore[arg-type]
-        rates=inputs.numbers("--rates", rates) if rates else (),
-        start_per_s=rate,
-        amount=Amount(window_s=inputs.seconds(duration) if duration else None, requests=requests, seed=seed),
-        base=inputs.base(workload),
-        blocks=blocks,
-        limit=max_in_flight,
-        senders=senders,
-        price_per_h=price,
-        tokenizer=tokenizer,
-        command="powerband " + shlex.join(sys.argv[1:]),
+    folder = Path(output) if output else runs.new_run("bench")
+    found = _measure(
+        {
+            "what": what,
+            "workload": workload,
+            "slo": slo,
+            "profile": profile,
+            "rate": rate,
+            "users": users,
+            "rates": inputs.numbers("--rates", rates) if rates else (),
+            "duration": duration,
+            "requests": requests,
+            "blocks": blocks,
+            "seed": seed,
+            "max_in_flight": max_in_flight,
+            "senders": senders,
+            "price": price or (),
+            "tokenizer": tokenizer,
+            "engine": engine,
+            "set": set_ or (),
+            "engine_path": engine_path,
+            "ready_timeout": ready_timeout,
+            "output": folder,
+            "force": True,  # printed or rejected below
+            "command": "powerband " + shlex.join(sys.argv[1:]),
+        },
+        json=json,
     )
-    deployment = inputs.deployment(what, engine=engine, settings=set_ or [], host=None, port=None)
-    prepared = local.prepare(deployment, engine_path=engine_path)
-    for problem in prepared.problems:
-        stderr().print(warning(problem.sentence, problem.hint))
-    directory = inputs.folder(output) if output else runs.new_run(f"bench-{deployment.served_name}")
-    found = asyncio.run(
-        _measure(prepared, order, directory=directory, ready_timeout_s=inputs.seconds(ready_timeout), json=json)
-    )
-    found = expect.beside(found, deployment, model=prepared.model, host=prepared.host, base=order.base)
-    _leave(found, directory, force=force, json=json)
+    _finish(found, folder, force=force, json=json)
 
 
-async def _measure(
-    prepared: Prepared, order: BenchSpec, *, directory: Path, ready_timeout_s: float, json: bool
-) -> Measurement:
-    """Start the server, measure it, stop it; the first Ctrl-C ends the measuring and keeps what there is."""
+def _measure(arguments: dict[str, Any], *, json: bool) -> Measurement:
+    """Measure; the first Ctrl-C ends the measurement and keeps its results, a second one exits at once."""
     import asyncio
     import os
     import signal
     import threading
 
-    from powerband import bench as stage
-    from powerband.launchers import local
+    from powerband import aio
+    from powerband.bench import Progress
 
-    stopping, loop, task = threading.Event(), asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    measuring = False
+    stopping, console = threading.Event(), stderr(json=json)
 
-    def on_signal() -> None:
-        if stopping.is_set():
-            os._exit(130)
-        stopping.set()
-        if not measuring:
-            task.cancel()
+    async def measure() -> Measurement:
+        loop, task, ready = asyncio.get_running_loop(), asyncio.current_task(), threading.Event()
+        assert task is not None
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
+        def on_signal() -> None:
+            if stopping.is_set():
+                os._exit(130)
+            stopping.set()
+            if not ready.is_set():
+                task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal)
+        with start_progress(json) as on_change, _View(json) as view:
+
+            def on_start(replica: Replica, event: str) -> None:
+                on_change(replica, event)
+                if event == "ready":
+                    ready.set()
+                    view.start()
+
+            return await aio.bench(
+                **arguments,
+                stopping=stopping,
+                progress=Progress(view.on_status, view.on_level),
+                on_problem=lambda problem: console.print(warning(problem.sentence, problem.hint)),
+                on_start=on_start,
+            )
+
     try:
-        with inputs.start_progress(json) as on_change:
-            async with local.launch(
-                prepared, directory=directory, ready_timeout_s=ready_timeout_s, on_change=on_change
-            ) as replica:
-                measuring = True
-                with _Shown(json) as shown:
-                    listener = stage.Progress(shown.progress, shown.level)
-                    return await stage.bench(
-                        replica, prepared, order, directory=directory, stopping=stopping, listener=listener
-                    )
+        return asyncio.run(measure())
     except asyncio.CancelledError:
         raise SystemExit(130) from None
 
 
-class _Shown:
-    """Show how far it is: a live line on a terminal, a line a level elsewhere, nothing beside JSON."""
+class _View:
+    """Show the levels: a live line on a terminal, and a line for each level that ends."""
 
     def __init__(self, json: bool) -> None:
-        self.console, self.json = stderr(), json
-        self.status = self.console.status("preparing") if self.console.is_terminal and not json else None
+        self.console = stderr(json=json)
+        self.status = self.console.status("preparing requests") if live() and not json else None
 
-    def __enter__(self) -> _Shown:
+    def __enter__(self) -> _View:
+        return self
+
+    def start(self) -> None:
+        """Start the live line, once the engine is ready."""
         if self.status:
             self.status.start()
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self.status:
             self.status.stop()
 
-    def progress(self, plan: Plan, progress: LoadProgress, steering: LevelController) -> None:
-        if not self.status:
-            return
-        now = progress.elapsed_s
-        if steering.warm_s is None:
-            phase = f"warming up, {now:.0f} s"
-        elif plan.counted and steering.over_s is None:
-            phase = f"measuring, {max(0, plan.requests - steering.counted)} requests left"
-        elif now < steering.end_s:
-            phase = f"measuring, {steering.end_s - now:.0f} s left"
-        else:
-            phase = f"waiting for the last answers, {progress.in_flight} in flight"
-        self.status.update(
-            f"{steering.load}: {phase}, {progress.finished} answered  [dim](Ctrl-C keeps what there is)[/]"
-        )
+    def on_status(self, status: LevelStatus) -> None:
+        if self.status:
+            self.status.update(status_line(status))
 
-    def level(self, level: Level) -> None:
-        if self.json:
-            return
+    def on_level(self, level: Level) -> None:
         self.console.print(f"{level.load:>13}  {level.requests:5d} requests in {level.window_s:.1f} s: {level.verdict}")
 
 
-def _leave(found: Measurement, directory: Path, *, force: bool, json: bool) -> None:
-    """Write the files, print what may be printed, and leave by the verdict."""
-    from powerband.errors import InvalidMeasurement, PromiseBroken
-    from powerband.reports import console, html
+def _finish(found: Measurement, folder: Path, *, force: bool, json: bool) -> None:
+    """Print a valid measurement; raise if it is invalid or misses the SLO."""
+    from powerband import aio
+    from powerband.errors import RequirementNotMet
+    from powerband.reports import console
 
-    (directory / "measurement.json").write_text(found.to_json())
-    (directory / "report.html").write_text(html.measurement(found))
-    broken = found.slo is not None and found.best is None
-    refused = [one for level in found.levels for one in level.refused]
-    answers = found.valid or (found.profile == "climb" and broken)
+    page, data = folder / "report.html", folder / "measurement.json"
+    rejection = aio.rejected(found)
+    shown = found.to_data() if force or not rejection else {}
     if json:
-        emit({"measurement": str(directory / "measurement.json"), "report": str(directory / "report.html"),
-              "valid": found.valid, **(found.to_data() if answers or force else {})})  # fmt: skip
-    elif answers or force:
+        emit({"measurement": str(data), "report": str(page), "valid": found.valid, **shown})
+    elif shown:
         for part in console.measurement(found, force=force):
             out().print(part)
-    if not json:
-        stderr().print(f"report: {directory / 'report.html'}\n  data: {directory / 'measurement.json'}")
+    stderr(json=json).print(f"report: {page}\n  data: {data}")
     if found.interrupted:
         raise SystemExit(130)
-    if not answers:
-        said = "; ".join(dict.fromkeys(one.sentence for one in refused)) or "nothing was measured"
-        raise InvalidMeasurement(
-            f"no valid number: {said}",
-            hint=(refused[0].hint if refused else "") + "; --force prints it, marked invalid",
-        )
-    if broken:
-        further = "" if found.profile == "climb" else "; --profile climb finds what is"
-        raise PromiseBroken("the SLO was not kept", hint=f"see {directory / 'report.html'}{further}")
+    if rejection:
+        raise rejection
+    if found.slo is not None and found.best is None:
+        climb = "" if found.profile == "climb" else "; --profile climb finds the max rate within it"
+        raise RequirementNotMet("the SLO is missed", hint=f"see {page}{climb}")

@@ -6,19 +6,23 @@ from typing import Annotated
 
 import typer
 
-from powerband.cli.output import Json, emit, out, warning
+from powerband.cli import options
+from powerband.cli.output import emit, out, warning
 
 
 def check(
-    file: Annotated[str, typer.Argument(help="A document: a deployment, a workload, an SLO.")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A document: deployment, workload, SLO, ...")],
     *,
     here: Annotated[
         bool,
-        typer.Option("--here", help="Check a deployment against this machine too: engine, model, memory."),
+        typer.Option("--here", help="Also check a deployment against this machine: engine, model, memory."),
     ] = False,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
-    """Check a document. With --here also whether it could start on this machine; nothing is started."""
+    """Validate a document; with --here, whether it can start here.
+
+    Nothing is started.
+    """
     from powerband.core.deployment import Deployment
     from powerband.core.engine import Problem
     from powerband.errors import InputError
@@ -28,7 +32,7 @@ def check(
     warnings: list[Problem] = []
     if here:
         if not isinstance(document, Deployment):
-            raise InputError(f"{file} is a {document.kind}; --here is for deployments", hint="leave --here away")
+            raise InputError(f"{file} is a {document.kind}; --here is for deployments", hint="omit --here")
         from powerband.launchers import local
 
         warnings = local.prepare(document).problems

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from powerband.cli.output import Json, emit, out
+from powerband.cli import options
+from powerband.cli.output import emit, out
 
 if TYPE_CHECKING:
     from powerband.core.measurement import Measurement
@@ -14,13 +15,18 @@ if TYPE_CHECKING:
 
 
 def diff(
-    first: Annotated[str, typer.Argument(help="A measurement.json, a folder that holds one, or a recipe.yaml.")],
-    second: Annotated[str, typer.Argument(help="Another one.")],
+    first: Annotated[
+        str, typer.Argument(metavar="BEFORE", help="A measurement.json, a directory with one, or a recipe.yaml.")
+    ],
+    second: Annotated[str, typer.Argument(metavar="AFTER", help="A document of the same kind.")],
     *,
-    force: Annotated[bool, typer.Option("--force", help="Compare although they may not be compared.")] = False,
-    json: Json = False,
+    force: Annotated[bool, typer.Option("--force", help="Compare measurements of different conditions.")] = False,
+    json: options.Json = False,
 ) -> None:
-    """Say whether two measurements differ, and whether they may be compared; or what two recipes differ in."""
+    """Compare two measurements with intervals, or two recipes.
+
+    Measurements of different workloads are compared only with --force; other differences are listed.
+    """
     from pathlib import Path
 
     from powerband.core.measurement import Measurement
@@ -28,7 +34,7 @@ def diff(
     from powerband.errors import InputError
     from powerband.store import documents
 
-    paths = [Path(given) / "measurement.json" if Path(given).is_dir() else Path(given) for given in (first, second)]
+    paths = [Path(path) / "measurement.json" if Path(path).is_dir() else Path(path) for path in (first, second)]
     one, other = (documents.read(path) for path in paths)
     if isinstance(one, Recipe) and isinstance(other, Recipe):
         _recipes(one, other, json=json)
@@ -36,7 +42,7 @@ def diff(
         _measurements(one, other, force=force, json=json)
     else:
         raise InputError(
-            f"a {one.kind} and a {other.kind} are not compared", hint="give two measurements of 'bench', or two recipes"
+            f"cannot compare a {one.kind} with a {other.kind}", hint="give two measurements or two recipes"
         )
 
 
@@ -49,7 +55,7 @@ def _measurements(one: Measurement, other: Measurement, *, force: bool, json: bo
 
     found = compare.compare(one, other)
     if found.obstacles and not force:
-        raise InputError("not comparable: " + "; ".join(found.obstacles), hint="--force compares nevertheless")
+        raise InputError("not comparable: " + "; ".join(found.obstacles), hint="compare anyway with --force")
     if json:
         emit({"different": found.different, **asdict(found)})
         return
@@ -58,7 +64,7 @@ def _measurements(one: Measurement, other: Measurement, *, force: bool, json: bo
 
 
 def _recipes(one: Recipe, other: Recipe, *, json: bool) -> None:
-    """What stands in one and not in the other, by its path."""
+    """Print the fields that differ, by their path."""
     from powerband.reports import study
 
     found = study.differences(one, other)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from powerband.cli.output import Json, emit, out, warning
+from powerband.cli.options import Json
+from powerband.cli.output import emit, out, warning
 
 
 def doctor(*, json: Json = False) -> None:
-    """Say what is on this machine, and how to get what is missing."""
+    """Show this machine's hardware and engines, and what is missing."""
     from powerband import doctor as stage
     from powerband.core.host import Host
     from powerband.core.units import about_bytes
@@ -34,7 +35,7 @@ def doctor(*, json: Json = False) -> None:
     )
     table.add_row("[bold]instructions[/]", _instructions(host.instruction_sets, host.amx_usable))
     table.add_row("[bold]memory[/]", memory(host))
-    table.add_row("[bold]compiler[/]", host.compiler or "none; builds use the one from the package registry")
+    table.add_row("[bold]compiler[/]", host.compiler or "none; builds use one from the package registry")
     for gpu in host.gpus:
         free = f"{about_bytes(gpu.memory_bytes)}, {about_bytes(gpu.free_bytes)} free"
         table.add_row(f"[bold]GPU {gpu.index}[/]", f"{gpu.name}, {free}, driver {gpu.driver}")
@@ -46,7 +47,7 @@ def doctor(*, json: Json = False) -> None:
     for advice in report.advice:
         console.print(warning(advice.sentence, advice.fix))
     if not report.advice:
-        console.print("[green]ok[/] nothing is missing")
+        console.print("[green]ok[/] nothing to fix")
 
 
 def _instructions(flags: frozenset[str], amx_usable: bool) -> str:
@@ -54,4 +55,4 @@ def _instructions(flags: frozenset[str], amx_usable: bool) -> str:
     words = [flag for flag in wanted if flag in flags]
     if "amx_tile" in flags:
         words.append("amx" if amx_usable else "amx (listed, not usable)")
-    return " ".join(words) or "no vector extensions that matter"
+    return " ".join(words) or "no relevant vector extensions"

@@ -6,37 +6,42 @@ from typing import Annotated
 
 import typer
 
-from powerband.cli import inputs
-from powerband.cli.output import Json, emit, stderr
+from powerband.cli import options
+from powerband.cli.output import emit, stderr
+
+TARGETS = ("command", "compose", "kubernetes", "ray-serve", "systemd", "grafana", "alerts")
 
 
 def export(
-    recipe: Annotated[str, typer.Argument(help="A recipe.yaml.")],
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe.yaml.")],
     *,
-    to: Annotated[
-        str,
-        typer.Option(help="command, compose, kubernetes, ray-serve, systemd, grafana or alerts."),
-    ] = "command",
+    to: Annotated[str, typer.Option(**options.choice("target", TARGETS), help="Target system.")] = "command",
     output: Annotated[
-        str | None, typer.Option(help="The folder for the files.", show_default="one file goes to stdout")
+        str | None, typer.Option(metavar="DIR", help="Directory for the files.", show_default="stdout, if one file")
     ] = None,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
-    """Write a recipe in the words of another system: the very options that were proven, and its own figures."""
+    """Export a recipe as Compose, Kubernetes, Ray Serve, systemd, ...
+
+    The files hold the options and figures that were measured.
+    """
     from pathlib import Path
 
     from powerband import export as stage
+    from powerband import inputs
     from powerband.core.recipe import Recipe
     from powerband.errors import InputError
     from powerband.store import documents
 
-    files = stage.export(documents.of(Recipe, Path(recipe)), to)
+    files = stage.export(documents.read_as(Recipe, Path(recipe)), to)
     if json:
         emit({"to": to, "files": files})
         return
     if output is None:
         if len(files) > 1:
-            raise InputError(f"{to} makes {', '.join(files)}", hint="give a folder with --output")
+            raise InputError(
+                f"--to {to} writes {len(files)} files: {', '.join(files)}", hint="choose a directory with --output"
+            )
         print(next(iter(files.values())), end="")
         return
     folder = inputs.folder(output)

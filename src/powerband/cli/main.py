@@ -1,4 +1,4 @@
-"""The program `powerband`: its verbs, and how an error leaves it."""
+"""The program `powerband`: its commands, and how an error becomes a message and an exit code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import typer
 
 from powerband import __version__
 from powerband.cli import (
-    adopt,
     bench,
     check,
     diff,
@@ -19,6 +18,8 @@ from powerband.cli import (
     engine,
     evaluate,
     export,
+    import_,
+    list_,
     observe,
     plan,
     quantize,
@@ -31,37 +32,82 @@ from powerband.cli import (
     tune,
     verify,
 )
+from powerband.cli.commands import Command, Group
 from powerband.errors import InvalidMeasurement, PowerbandError
 
 app = typer.Typer(
     name="powerband",
-    help="The cheapest way to serve an open-weight LLM that keeps your latency promise and your quality floor.",
+    cls=Group,
+    help="Find the cheapest way to serve an open-weight LLM within your latency SLO and quality floor.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # boxed help costs 150 ms of imports at every --help
     context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: powerband list exit-codes",
 )
-app.command("doctor")(doctor.doctor)
-app.command("check")(check.check)
-app.command("show")(show.show)
-app.command("schema")(schema.schema)
 app.add_typer(engine.app, name="engine")
-app.command("run")(run.run)
-app.command("plan")(plan.plan)
-app.command("quantize")(quantize.quantize)
-app.command("evaluate")(evaluate.evaluate)
-app.command("bench")(bench.bench)
-app.command("tune")(tune.tune)
-app.command("verify")(verify.verify)
-app.command("serve")(serve.serve)
-app.command("rollout")(rollout.rollout)
-app.command("key")(serve.key)
-app.command("top")(top.top)
-app.command("observe")(observe.observe)
-app.command("capture")(observe.capture)
-app.command("export")(export.export)
-app.command("diff")(diff.diff)
-app.command("adopt")(adopt.adopt)
+for _name, _function, _examples in (
+    ("doctor", doctor.doctor, "powerband doctor"),
+    ("list", list_.list_, "powerband list devices\npowerband list workloads --json"),
+    (
+        "plan",
+        plan.plan,
+        "powerband plan meta-llama/Meta-Llama-3.1-70B --on h100:8 --on l40s:8\n"
+        "powerband plan ./model.gguf --on this-machine --workload chat --load 2",
+    ),
+    (
+        "run",
+        run.run,
+        "powerband run ./model.gguf --set ctx_size=4096 --set parallel=4\npowerband run deployment.yaml --port 8000",
+    ),
+    (
+        "bench",
+        bench.bench,
+        "powerband bench http://127.0.0.1:8000 --workload chat --rate 2\n"
+        "powerband bench deployment.yaml --slo interactive --profile climb",
+    ),
+    (
+        "quantize",
+        quantize.quantize,
+        "powerband quantize ./Llama-3.1-8B-Instruct --scheme q4_k_m --scheme q8_0\n"
+        "powerband quantize ./Llama-3.1-8B --scheme w4a16-gptq --calibrate chat",
+    ),
+    (
+        "evaluate",
+        evaluate.evaluate,
+        "powerband evaluate ./model.Q4_K_M.gguf --reference ./model.F16.gguf\n"
+        "powerband evaluate candidate.yaml --reference reference.yaml --quality strict",
+    ),
+    ("diff", diff.diff, "powerband diff before/measurement.json after/measurement.json"),
+    ("import", import_.import_, "powerband import guidellm-report.json --output measurement.json"),
+    (
+        "tune",
+        tune.tune,
+        "powerband tune ./Llama-3.1-8B-Instruct --workload chat --slo interactive\n"
+        "powerband tune ./model --engine llamacpp --scheme q8_0 --budget 30min\n"
+        "powerband tune ./model --output study --resume",
+    ),
+    (
+        "verify",
+        verify.verify,
+        "powerband verify study/recipe.yaml\npowerband verify study/recipe.yaml --slo tight.yaml",
+    ),
+    (
+        "serve",
+        serve.serve,
+        "powerband serve study/recipe.yaml --replicas 2 --port 8080\npowerband serve fleet.yaml --tenants tenants.yaml",
+    ),
+    ("key", serve.key, "powerband key team-a"),
+    ("rollout", rollout.rollout, "powerband rollout new/recipe.yaml --fleet FLEET_DIR --canary-weight 0.05"),
+    ("export", export.export, "powerband export study/recipe.yaml --to kubernetes --output manifests"),
+    ("top", top.top, "powerband top FLEET_DIR"),
+    ("observe", observe.observe, "powerband observe FLEET_DIR\npowerband observe FLEET_DIR --auto --interval 10min"),
+    ("capture", observe.capture, "powerband capture FLEET_DIR --output workloads --name march"),
+    ("check", check.check, "powerband check deployment.yaml --here"),
+    ("show", show.show, "powerband show chat\npowerband show measurement.json"),
+    ("schema", schema.schema, "powerband schema deployment > deployment.schema.json"),
+):
+    app.command(_name, cls=Command, epilog=_examples)(_function)
 
 
 def _version(value: bool) -> None:
@@ -80,9 +126,9 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line; every error that we foresee leaves as a sentence, a hint and an exit code."""
+    """Run the command line; an expected error ends as a message, a hint and an exit code."""
     try:
-        app()
+        app(prog_name="powerband")
     except PowerbandError as error:
         _report(error)
         sys.exit(error.exit_code)
@@ -92,8 +138,8 @@ def main() -> None:
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        hint = "raise the limit (`ulimit -n`), or lower the load: each request in flight is a file"
-        _report(full := InvalidMeasurement("this system lets no more files be open at once", hint=hint))
+        hint = "raise the limit with 'ulimit -n', or lower the load: each request in flight uses a file descriptor"
+        _report(full := InvalidMeasurement("too many open files: the system's limit is reached", hint=hint))
         sys.exit(full.exit_code)
 
 
@@ -107,7 +153,7 @@ def _report(error: PowerbandError) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console = Console(stderr=True, soft_wrap=not sys.stderr.isatty(), highlight=False)
     console.print(Text.assemble(("error: ", "bold red"), error.message))
     if evidence:
         console.print(Text.assemble(("  engine: ", "dim"), (evidence, "dim")))

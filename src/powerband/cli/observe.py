@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from powerband.cli import inputs
-from powerband.cli.output import Json, emit, out, stderr
+from powerband.cli import options
+from powerband.cli.output import emit, out, stderr
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,133 +16,151 @@ if TYPE_CHECKING:
 
     from powerband.core.recipe import Recipe
     from powerband.evaluate.tasks import Task
-    from powerband.observe import Exams, Observation
+    from powerband.observe import Observation, TaskLoader
     from powerband.observe.retune import RetunePolicy
-    from powerband.rollout import Verdict
+    from powerband.rollout import RolloutResult
 
 
 def observe(
-    fleet: Annotated[str, typer.Argument(help="The folder of a fleet that runs with --capture.")],
+    fleet: options.FleetDir,
     *,
-    model: Annotated[str | None, typer.Option(help="Which one, where the fleet serves several.")] = None,
+    model: options.ModelOfFleet = None,
     probe: Annotated[
-        bool, typer.Option("--probe", help="Also hold a replica's answers against the reference.")
+        bool, typer.Option("--probe", help="Also compare a replica's answers with the reference.")
     ] = False,
-    task: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=FILE", help="The data of a task that the floor asks for.")
-    ] = None,
+    task: options.Tasks = None,
     auto: Annotated[
-        bool, typer.Option("--auto", help="Keep watching: tune for changed traffic while nobody asks, and roll out.")
+        bool, typer.Option("--auto", help="Keep observing; after drift, re-tune while the fleet is idle and roll out.")
     ] = False,
-    every: Annotated[str, typer.Option(help="How often --auto looks.")] = "10min",
-    idle: Annotated[str, typer.Option(help="How long nobody may have asked before --auto tunes.")] = "60s",
-    budget: Annotated[str, typer.Option(help="How long a study of --auto may take.")] = "1h",
-    requests: Annotated[int, typer.Option(min=1, help="Of --auto's trial: so many no worse than before.")] = 100,
-    json: Json = False,
+    interval: Annotated[str, typer.Option(metavar="DURATION", help="With --auto: time between checks.")] = "10min",
+    idle: Annotated[
+        str, typer.Option(metavar="DURATION", help="With --auto: time without requests before tuning starts.")
+    ] = "60s",
+    budget: Annotated[str, typer.Option(metavar="DURATION", help="With --auto: time budget of a study.")] = "1h",
+    requests: Annotated[
+        int, typer.Option(min=1, metavar="N", help="With --auto: requests that the canary must serve.")
+    ] = 100,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
 ) -> None:
-    """Is the traffic still what the recipe was proven with? Exit code 4: it drifted, or a promise is broken."""
+    """Compare a fleet's traffic with the recipe's validity region.
+
+    The fleet must run with --capture. Exit code 4: the traffic drifted or a promise is broken.
+    """
     from pathlib import Path
 
-    from powerband.errors import PromiseBroken
+    from powerband import inputs
+    from powerband.errors import RequirementNotMet
     from powerband.observe.retune import RetunePolicy
 
     folder = Path(fleet)
 
-    def exams(recipe: Recipe) -> dict[str, Task]:
-        return inputs.exams(task or [], recipe.promise.quality, source=recipe.model, most=200)
+    def tasks(recipe: Recipe) -> dict[str, Task]:
+        return inputs.tasks(task or [], recipe.promise.quality, source=recipe.model, max_questions=200)
 
     if auto:
-        terms = RetunePolicy(inputs.seconds(budget), idle_s=inputs.seconds(idle), requests=requests)
-        _watch(folder, model, terms, exams, every_s=inputs.seconds(every), json=json)
+        policy = RetunePolicy(inputs.seconds(budget), idle_s=inputs.seconds(idle), requests=requests)
+        _watch(folder, model, policy, tasks, interval_s=inputs.seconds(interval), json=json)
         return
-    found = _look(folder, model, probe=exams if probe else None, json=json)
+    found = _observe_once(folder, model, probe=tasks if probe else None, json=json)
     if json:
         _emit(found)
-        raise typer.Exit(0 if found.found == "in region" else PromiseBroken.exit_code)
-    if found.found != "in region":
-        raise PromiseBroken(
-            f"{found.found}: {'; '.join(found.said())}",
-            hint=f"powerband capture {fleet}; powerband tune {found.recipe.model} --workload captured.yaml",
+        raise typer.Exit(0 if found.verdict == "in region" else RequirementNotMet.exit_code)
+    if found.verdict != "in region":
+        raise RequirementNotMet(
+            f"{found.verdict}: {'; '.join(found.problems())}",
+            hint=f"re-tune: powerband capture {fleet}; powerband tune {found.recipe.model} --workload captured.yaml",
         )
-    out().print(f"[bold green]in region[/]  {found.requests} requests are like those that the recipe was proven with")
+    out().print(
+        f"[bold green]in region[/]  {found.requests} requests match the traffic that the recipe was measured with"
+    )
 
 
-def _look(folder: Path, model: str | None, *, probe: Exams | None = None, json: bool) -> Observation:
-    """Hold a fleet against its recipe as it is now."""
+def _observe_once(folder: Path, model: str | None, *, probe: TaskLoader | None = None, json: bool) -> Observation:
+    """Compare the captured traffic with the recipe once."""
     import asyncio
 
     from powerband import observe as stage
 
-    return asyncio.run(stage.observe_once(folder, model, probe=probe, say=_sayer(json=json)))
+    return asyncio.run(stage.observe_once(folder, model, probe=probe, report=_reporter(json=json)))
 
 
-def _sayer(*, json: bool) -> Callable[[str], None]:
-    console = stderr()
+def _reporter(*, json: bool) -> Callable[[str], None]:
+    console = stderr(json=json)
 
-    def say(said: str) -> None:
-        if not json:
-            console.print(f"[dim]{time.strftime('%T')}  {said}[/]")
+    def report(message: str) -> None:
+        console.print(f"[dim]{time.strftime('%T')}  {message}[/]")
 
-    return say
+    return report
 
 
 def _emit(found: Observation) -> None:
     axes = [{"axis": one.axis, "side": one.side, "since": one.since_s, "request": one.request} for one in found.drifted]
-    emit({"found": found.found, "requests": found.requests, "drifted": axes, "broken": found.broken})
+    emit({"found": found.verdict, "requests": found.requests, "drifted": axes, "broken": found.broken})
 
 
-def _watch(folder: Path, model: str | None, terms: RetunePolicy, exams: Exams, *, every_s: float, json: bool) -> None:
-    """Look again and again; act where it must be, and not again before as much traffic was seen."""
+def _watch(
+    folder: Path, model: str | None, policy: RetunePolicy, tasks: TaskLoader, *, interval_s: float, json: bool
+) -> None:
+    """Observe periodically; re-tune on drift, and after a failed attempt only once the traffic has doubled."""
     import asyncio
 
     from powerband.errors import PowerbandError
     from powerband.observe import retune
 
-    say, seen = _sayer(json=json), 0
+    report, seen = _reporter(json=json), 0
     while True:
-        found = _look(folder, model, json=json)
-        since = retune.enough(found) if found.found != "in region" and found.requests >= 2 * seen else []
+        found = _observe_once(folder, model, json=json)
+        drifted = found.verdict != "in region" and found.requests >= 2 * seen
+        since = retune.requests_since_drift(found) if drifted else []
         if json:
             _emit(found)
-        say("; ".join((f"{found.found}, {found.requests} requests", *found.said())))
+        report("; ".join((f"{found.verdict}, {found.requests} requests", *found.problems())))
         if since:
             seen = found.requests
             try:
-                verdict = asyncio.run(retune.retune(folder, model, found, since, terms, exams=exams, say=say))
+                result = asyncio.run(
+                    retune.retune(folder, model, found, since, policy, load_tasks=tasks, report=report)
+                )
             except PowerbandError as error:
-                say(f"not mended: {error.message}")
+                report(f"re-tuning failed: {error.message}")
                 if json:
                     emit({"error": error.message, "hint": error.hint})
             else:
-                seen = 0 if verdict.promoted else seen
-                _tell(verdict, json=json)
-        time.sleep(every_s)
+                seen = 0 if result.promoted else seen
+                _print_result(result, json=json)
+        time.sleep(interval_s)
 
 
-def _tell(verdict: Verdict, *, json: bool) -> None:
+def _print_result(result: RolloutResult, *, json: bool) -> None:
     if json:
-        emit({"promoted": verdict.promoted, "reason": verdict.reason, "answered": verdict.answered})
+        emit({"promoted": result.promoted, "reason": result.reason, "answered": result.answered})
     else:
-        out().print(f"{'promoted' if verdict.promoted else 'rolled back'}: {verdict.reason}")
+        out().print(f"{'promoted' if result.promoted else 'rolled back'}: {result.reason}")
 
 
 def capture(
-    fleet: Annotated[str, typer.Argument(help="The folder of a fleet that runs with --capture.")],
+    fleet: options.FleetDir,
     *,
-    model: Annotated[str | None, typer.Option(help="Which one, where the fleet serves several.")] = None,
-    output: Annotated[str, typer.Option(help="The folder for the workload and its trace.")] = ".",
-    name: Annotated[str, typer.Option(help="The workload's name.")] = "captured",
-    json: Json = False,
+    model: options.ModelOfFleet = None,
+    output: Annotated[str, typer.Option(metavar="DIR", help="Directory for the workload and its trace.")] = ".",
+    name: Annotated[str, typer.Option(metavar="NAME", help="Name of the workload.")] = "captured",
+    json: options.Json = False,
 ) -> None:
-    """Write a fleet's traffic as a workload: lengths, times and shared beginnings. Nobody's words are in it."""
+    """Write a fleet's traffic as a workload file; no prompt text.
+
+    The workload holds lengths, arrival times and shared prefixes. The fleet must run with --capture.
+    """
     from pathlib import Path
 
+    from powerband import inputs
     from powerband import observe as stage
     from powerband.observe.capture import capture as captured
     from powerband.serve.spec import FleetSpec
 
-    part = FleetSpec.read(Path(fleet)).part(model)
-    path = captured(stage.notes(Path(fleet), part), inputs.folder(output), name=name)
+    spec = FleetSpec.read(Path(fleet)).model(model)
+    path = captured(stage.read_records(Path(fleet), spec), inputs.folder(output), name=name)
     if json:
         emit({"workload": str(path)})
     else:

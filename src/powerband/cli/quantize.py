@@ -6,62 +6,76 @@ from typing import Annotated
 
 import typer
 
-from powerband.cli import inputs
-from powerband.cli.output import Json, emit, out, stderr, warning
+from powerband.cli import options
+from powerband.cli.engine import show_steps
+from powerband.cli.output import emit, out, stderr, warning
 
 
 def quantize(
-    model: Annotated[str, typer.Argument(help="A model folder, or an f16 or bf16 GGUF file.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory, or a GGUF file in f16 or bf16.")],
     *,
-    scheme: Annotated[list[str], typer.Option(help="The number format to make; may stand again.")],
+    scheme: Annotated[
+        list[str],
+        typer.Option(
+            **options.catalogue("scheme", "SCHEME"),
+            help="Quantization scheme: see 'powerband list schemes'; repeatable.",
+        ),
+    ],
     calibrate: Annotated[
         str | None,
         typer.Option(
-            metavar="WORKLOAD", help="Whose requests tell which weights matter; the catalogue's texts without."
+            **options.catalogue("workload", "WORKLOAD"),
+            help="Calibrate with the requests of this workload; default: the texts of the catalogue.",
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(min=16, max=4096, help="How many requests of it.")] = 256,
-    served: Annotated[
+    samples: Annotated[int, typer.Option(min=16, max=4096, metavar="N", help="Number of calibration samples.")] = 256,
+    target_workload: Annotated[
         str | None,
         typer.Option(
-            metavar="WORKLOAD", help="What will be served, where that is not what calibrates: are they alike?"
+            **options.catalogue("workload", "WORKLOAD"),
+            help="Workload to be served; warn if the calibration text does not cover its vocabulary.",
         ),
     ] = None,
-    json: Json = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
 ) -> None:
-    """Make variants of a model in other number formats, once, with their lineage beside them."""
-    import asyncio
-    import time
+    """Build quantized variants of a model; each is built once.
 
+    The lineage of a variant (model digest, scheme, calibration, tools) is stored beside its weights.
+    """
+    import asyncio
+
+    from powerband import inputs
     from powerband import quantize as stage
     from powerband.core.units import about_bytes
 
-    workload = inputs.traffic(calibrate, rate=None, users=None) if calibrate else None
+    workload = inputs.workload(calibrate) if calibrate else None
     base = inputs.base(calibrate) if calibrate else None
-    found, console = [], stderr()
-    if served:
-        other = stage.QuantizeSpec(
-            model, "", workload=inputs.traffic(served, rate=None, users=None), base=inputs.base(served)
+    found, console = [], stderr(json=json)
+    if target_workload:
+        target = stage.QuantizeSpec(
+            model, "", workload=inputs.workload(target_workload), base=inputs.base(target_workload)
         )
-        likeness = stage.likeness(stage.QuantizeSpec(model, "", workload=workload, base=base, samples=samples), other)
-        if likeness < stage.ALIKE:
-            console.print(warning(f"the calibration text knows {likeness:.0%} of the words that it should know",
-                                  "calibrate with what will be served"))  # fmt: skip
+        coverage = stage.calibration_coverage(
+            stage.QuantizeSpec(model, "", workload=workload, base=base, samples=samples), target
+        )
+        if coverage < stage.MIN_COVERAGE:
+            sentence = f"the calibration text covers {coverage:.0%} of the words of {target_workload}"
+            console.print(
+                warning(f"{sentence} (minimum {stage.MIN_COVERAGE:.0%})", f"use --calibrate {target_workload}")
+            )
     for name in scheme:
-        began = time.monotonic()
-
-        def progress(title: str, number: int, total: int, *, began: float = began, name: str = name) -> None:
-            console.print(f"[dim]{time.monotonic() - began:6.1f} s[/]  {name}: {number + 1}/{total}  {title}")
-
-        order = stage.QuantizeSpec(model, name, workload=workload, base=base, samples=samples)
-        made = asyncio.run(stage.quantize(order, progress=progress))
+        spec = stage.QuantizeSpec(model, name, workload=workload, base=base, samples=samples)
+        with show_steps(f"{name}: ", json=json) as progress:
+            made = asyncio.run(stage.quantize(spec, progress=progress))
         found.append(made)
         calibration = made.lineage.calibration
         if calibration and not calibration.natural and made.made_now:
-            console.print(warning("the workload's prompts are words drawn by lot, not text that your users write",
-                                  "calibrate with a workload whose dataset is your own traffic"))  # fmt: skip
+            sentence = "the calibration workload is synthetic: its prompts are random words, not your users' text"
+            console.print(warning(sentence, "calibrate with a workload whose dataset is your own traffic"))
         if not json:
-            verb = f"made in {made.lineage.seconds:.0f} s" if made.made_now else "was here already"
+            verb = f"built in {made.lineage.seconds:.0f} s" if made.made_now else "already built"
             out().print(f"[green]ok[/] {name}, {about_bytes(made.lineage.bytes)}, {verb}: {made.path}")
     if json:
         emit([{**one.lineage.to_data(), "path": str(one.path), "made_now": one.made_now} for one in found])

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from powerband.cli import inputs
-from powerband.cli.output import Json, emit, out, stderr, warning
+from powerband.cli import options
+from powerband.cli.output import emit, out, stderr, warning
+from powerband.cli.progress import start_progress
 
 if TYPE_CHECKING:
     from powerband.launchers.local import Prepared
@@ -20,23 +21,33 @@ def run(
         str, typer.Argument(metavar="DEPLOYMENT|MODEL", help="A deployment.yaml, or a model: path or hub id.")
     ],
     *,
-    engine: Annotated[str | None, typer.Option(help="vllm, llamacpp, openai or fake; guessed from the model.")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="An engine knob; may stand again.")
+    engine: options.Engine = None,
+    set_: options.Set = None,
+    host: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Address to listen on.", show_default="127.0.0.1")
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on.", show_default="a free one")] = None,
-    engine_path: Annotated[str | None, typer.Option(help="Use this binary or interpreter as the engine.")] = None,
-    ready_timeout: Annotated[str, typer.Option(help="How long a start may take.")] = "600s",
-    stop_grace: Annotated[str, typer.Option(help="How long a stop may take before the engine is killed.")] = "3s",
-    run_dir: Annotated[str | None, typer.Option(help="Where logs go.", show_default="a new state folder")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and start nothing.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Start although a check refuses.")] = False,
-    json: Json = False,
+    port: Annotated[
+        int | None, typer.Option(metavar="PORT", help="Port to listen on.", show_default="a free port")
+    ] = None,
+    engine_path: options.EnginePath = None,
+    ready_timeout: options.ReadyTimeout = "600s",
+    stop_grace: Annotated[
+        str, typer.Option(metavar="DURATION", help="Maximum time for a stop before the engine is killed.")
+    ] = "3s",
+    run_dir: options.RunDir = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the engine's command and exit.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Start even if a check rejects the deployment.")] = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
 ) -> None:
-    """Start one deployment in the foreground. It is ready when it has answered a real request; Ctrl-C stops it."""
+    """Start one deployment in the foreground; Ctrl-C stops it.
+
+    It is reported as ready after it has answered a real request.
+    """
     import asyncio
 
+    from powerband import inputs
     from powerband.launchers import local
 
     deployment = inputs.deployment(what, engine=engine, settings=set_ or [], host=host, port=port)
@@ -44,7 +55,7 @@ def run(
     prepared = local.prepare(deployment, engine_path=engine_path, force=force)
     if dry_run:
         command = prepared.command(port or 8000)
-        line = local.paste(command) if command else ""
+        line = local.shell_line(command) if command else ""
         if json:
             emit({"command": line, "problems": [problem.model_dump() for problem in prepared.problems]})
         else:
@@ -67,7 +78,7 @@ def run(
 async def _serve(
     prepared: Prepared, *, directory: Any, ready_timeout_s: float, stop_grace_s: float, json: bool
 ) -> None:
-    """Serve until the engine dies or somebody stops us; a second signal ends everything at once."""
+    """Serve until the engine exits or a signal arrives; a second signal kills everything at once."""
     import asyncio
     import os
     import signal
@@ -76,21 +87,21 @@ async def _serve(
 
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
-    asked: float | None = None
+    stop_requested_s: float | None = None
 
     def on_signal() -> None:
-        nonlocal asked
-        if asked is None:
-            asked = time.monotonic()
+        nonlocal stop_requested_s
+        if stop_requested_s is None:
+            stop_requested_s = time.monotonic()
             task.cancel()
-        elif time.monotonic() - asked > 0.5:  # sooner it is the same wish, sent twice
+        elif time.monotonic() - stop_requested_s > 0.5:  # within 0.5 s it is the same Ctrl-C, delivered twice
             os._exit(130)  # the keeper kills the engine
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
     replica: Replica | None = None
     try:
-        with inputs.start_progress(json) as on_change:
+        with start_progress(json) as on_change:
             launching = local.launch(
                 prepared,
                 directory=directory,
@@ -105,7 +116,7 @@ async def _serve(
         if json:
             emit({"event": "stopped", "log": str(replica.log_path) if replica else None})
         else:
-            stderr().print("stopped" + (f"; its log: {replica.log_path}" if replica else ""))
+            stderr().print("stopped" + (f"; log: {replica.log_path}" if replica else ""))
 
 
 def _announce(replica: Replica, prepared: Prepared, *, json: bool) -> None:
@@ -114,7 +125,7 @@ def _announce(replica: Replica, prepared: Prepared, *, json: bool) -> None:
 
     memory = replica.process.memory_bytes() if replica.process else None
     total = sum(timing.seconds for timing in replica.timings)
-    line = local.paste(replica.command) if replica.command else None
+    line = local.shell_line(replica.command) if replica.command else None
     if json:
         emit(
             {
@@ -147,4 +158,4 @@ def _announce(replica: Replica, prepared: Prepared, *, json: bool) -> None:
     if line:
         console.print("[bold]command[/]")
         print(line, flush=True)
-    stderr().print("[dim]Ctrl-C stops it[/]")
+    stderr().print("[dim]press Ctrl-C to stop[/]")

@@ -7,15 +7,15 @@ from typing import Annotated
 
 import typer
 
-from powerband.cli.output import Json
+from powerband.cli import options
 
 
 def schema(
-    kind: Annotated[str, typer.Argument(help="deployment, workload or slo")],
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="Document kind: deployment, workload, slo, recipe, ...")],
     *,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
-    """Print the JSON Schema of a kind, for your editor."""
+    """Print the JSON Schema of a document kind, for your editor."""
     from powerband.store import documents
 
     print(jsonlib.dumps(documents.json_schema(kind), indent=2))

@@ -7,55 +7,67 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from powerband.cli import inputs, top
-from powerband.cli.output import Json, emit, out, stderr
+from powerband.cli import options, top
+from powerband.cli.output import emit, live, out, stderr
 
 if TYPE_CHECKING:
     from powerband.serve import Fleet
 
 
 def serve(
-    what: Annotated[str, typer.Argument(metavar="RECIPE|DEPLOYMENT|FLEET", help="What to serve.")],
+    what: Annotated[
+        str, typer.Argument(metavar="RECIPE|DEPLOYMENT|FLEET", help="A recipe.yaml, deployment.yaml or fleet.yaml.")
+    ],
     *,
-    replicas: Annotated[int | None, typer.Option(min=1, help="How many; a fleet's file says so itself.")] = None,
-    tenants: Annotated[
-        str | None, typer.Option(help="A tenants.yaml: who may ask. Read again when it changes.")
+    replicas: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Number of replicas; a fleet.yaml has its own.")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int | None, typer.Option(help="Port to listen on.", show_default="a free one")] = None,
-    launcher: Annotated[str, typer.Option(help="Where replicas run: local, or ray.")] = "local",
-    cluster: Annotated[str, typer.Option(help="The address of the Ray cluster.")] = "auto",
+    tenants: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A tenants.yaml with API keys and limits; reloaded on change.")
+    ] = None,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int | None, typer.Option(metavar="PORT", help="Port to listen on.", show_default="a free port")
+    ] = None,
+    launcher: options.Launcher = "local",
+    cluster: options.Cluster = "auto",
     capture: Annotated[
-        bool, typer.Option("--capture", help="Note lengths, times and shared beginnings of requests, never their text.")
+        bool,
+        typer.Option("--capture", help="Record lengths, times and prefix hashes of requests, never their text."),
     ] = False,
     capture_text: Annotated[
-        bool,
-        typer.Option("--capture-text", help="Note what they say too; addresses, numbers and keys are blotted out."),
+        bool, typer.Option("--capture-text", help="Also record a sample of prompts, redacted.")
     ] = False,
-    ready_timeout: Annotated[str, typer.Option(help="How long the start may take.")] = "600s",
-    run_dir: Annotated[str | None, typer.Option(help="Where logs go.", show_default="a new state folder")] = None,
-    json: Json = False,
+    ready_timeout: options.ReadyTimeout = "600s",
+    run_dir: options.RunDir = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
 ) -> None:
-    """Serve a recipe as a fleet behind one OpenAI-compatible address. Ctrl-C lets every answer end, then stops it."""
+    """Serve a recipe as a fleet behind one OpenAI-compatible address.
+
+    Crashed replicas restart automatically. Ctrl-C finishes the answers in progress, then stops.
+    """
     import asyncio
     from pathlib import Path
 
+    from powerband import inputs
     from powerband import serve as stage
     from powerband.core.fleet import Tenants
     from powerband.store import documents
 
-    parts, listed = stage.resolve(Path(what), replicas=replicas)
+    models, tenants_file = stage.resolve(Path(what), replicas=replicas)
     if tenants:
-        documents.of(Tenants, Path(tenants))
-        listed = str(Path(tenants).resolve())
+        documents.read_as(Tenants, Path(tenants))
+        tenants_file = str(Path(tenants).resolve())
     folder = inputs.folder(run_dir) if run_dir else None
     fleet = stage.fleet(
-        parts,
-        tenants=listed,
+        models,
+        tenants=tenants_file,
         host=host,
         port=port,
         folder=folder,
-        cluster=inputs.cluster(launcher, cluster),
+        cluster=cluster if launcher == "ray" else "",
         capture=capture,
         capture_text=capture_text,
     )
@@ -63,32 +75,31 @@ def serve(
 
 
 async def _serve(starting: Any, *, ready_timeout_s: float, json: bool) -> None:
-    """Serve until somebody stops us; a second signal ends everything at once."""
+    """Serve until a signal arrives; a second signal kills everything at once."""
     import asyncio
     import os
     import signal
 
-    loop, asked = asyncio.get_running_loop(), asyncio.Event()
+    loop, stopping = asyncio.get_running_loop(), asyncio.Event()
 
     def on_signal() -> None:
-        if asked.is_set():
-            os._exit(130)  # the keepers kill what is left
-        asked.set()
+        if stopping.is_set():
+            os._exit(130)  # the keepers kill the remaining processes
+        stopping.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
     began = time.monotonic()
     async with starting as fleet:
-        ready = asyncio.create_task(fleet.ready(ready_timeout_s))
-        stop = asyncio.create_task(asked.wait())
+        ready = asyncio.create_task(fleet.wait_until_ready(ready_timeout_s))
+        stop = asyncio.create_task(stopping.wait())
         await asyncio.wait([ready, stop], return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             ready.result()
             _announce(fleet, time.monotonic() - began, json=json)
-            await _watch(fleet, asked, json=json)
+            await _watch(fleet, stopping, json=json)
         ready.cancel()
-        if not json:
-            stderr().print("waiting for the answers that are being written; Ctrl-C again cuts them off")
+        stderr(json=json).print("finishing the answers in progress; Ctrl-C again stops at once")
     if json:
         emit({"event": "stopped"})
 
@@ -100,30 +111,32 @@ def _announce(fleet: Fleet, seconds: float, *, json: bool) -> None:
     out().print(f"[bold green]ready[/]  [bold]{fleet.url}/v1[/]  after {seconds:.1f} s; logs in {fleet.folder}")
 
 
-async def _watch(fleet: Fleet, asked: Any, *, json: bool) -> None:
-    """Show the fleet on a terminal until somebody stops it."""
+async def _watch(fleet: Fleet, stopping: Any, *, json: bool) -> None:
+    """Show the fleet on a terminal until it is stopped."""
     import asyncio
     import contextlib
 
-    console = stderr()
-    if json or not console.is_terminal:
-        await asked.wait()
+    if json or not live():
+        await stopping.wait()
         return
     from rich.live import Live
 
-    with Live(top.table(fleet.status()), console=console, refresh_per_second=2, transient=True) as live:
-        while not asked.is_set():
+    with Live(top.table(fleet.status()), console=stderr(), refresh_per_second=2, transient=True) as view:
+        while not stopping.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asked.wait(), 0.5)
-            live.update(top.table(fleet.status()))
+                await asyncio.wait_for(stopping.wait(), 0.5)
+            view.update(top.table(fleet.status()))
 
 
 def key(
-    tenant: Annotated[str, typer.Argument(help="Who it is for.")],
+    tenant: Annotated[str, typer.Argument(metavar="TENANT", help="Name of the tenant.")],
     *,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
-    """Make an API key: the key for the tenant, and the line for tenants.yaml, which holds only its hash."""
+    """Create an API key and its line for tenants.yaml.
+
+    tenants.yaml stores only the SHA-256 of the key.
+    """
     from powerband.serve.router import admission
 
     secret, digest = admission.new_key()
@@ -131,4 +144,4 @@ def key(
         emit({"tenant": tenant, "key": secret, "key_sha256": digest})
         return
     print(secret)
-    stderr().print(f"in tenants.yaml:  {tenant}: {{key_sha256: {digest}}}", soft_wrap=True)
+    stderr().print(f"add to tenants.yaml:  {tenant}: {{key_sha256: {digest}}}", soft_wrap=True)

@@ -6,19 +6,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from powerband.cli.output import Json, emit, out
+from powerband.cli import options
+from powerband.cli.output import emit, out
 
 if TYPE_CHECKING:
     from powerband.core.document import Document
 
 
 def show(
-    file: Annotated[str, typer.Argument(help="A document, or a workload or SLO of the catalogue.")],
+    file: Annotated[str, typer.Argument(metavar="FILE|NAME", help="A document, or a workload, SLO or floor by name.")],
     *,
-    tokenizer: Annotated[str | None, typer.Option(help="Model folder or GGUF whose tokenizer counts.")] = None,
-    json: Json = False,
+    tokenizer: options.Tokenizer = None,
+    json: options.Json = False,
 ) -> None:
-    """Print a document in its canonical form; draw a workload, render a measurement. --json has base units."""
+    """Print a document; draw a workload; render a measurement.
+
+    With --json in base units (seconds, bytes).
+    """
     from pathlib import Path
 
     from powerband import catalog
@@ -27,7 +31,7 @@ def show(
     from powerband.store import documents
 
     document: Document
-    kinds = [kind for kind in ("workload", "slo") if file in catalog.names(kind) and not Path(file).exists()]
+    kinds = [kind for kind in ("workload", "slo", "quality") if file in catalog.names(kind) and not Path(file).exists()]
     document = documents.find(kinds[0], file) if kinds else documents.read(file)
     if json:
         emit({"digest": document.digest(), **document.to_data()})
@@ -51,7 +55,7 @@ def show(
         from powerband.reports import workload
 
         base = Path(file).parent
-        count = prompts.natural_count(document, base=base)
+        count = prompts.preview_count(document, base=base)
         traffic = prompts.prepare(document, count, vocabulary=tokens.vocabulary(tokenizer), base=base)
         outputs = list(traffic.output_tokens)
         for part in workload.workload(

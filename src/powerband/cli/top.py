@@ -1,23 +1,25 @@
-"""`powerband top`, and the table that `serve` shows too."""
+"""`powerband top`, and the table that `powerband serve` shows."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from powerband.cli.output import Json, emit, stderr
+from powerband.cli import options
+from powerband.cli.output import emit, stderr
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
 def top(
-    fleet: Annotated[str, typer.Argument(help="The folder of a running fleet: 'powerband serve' names it.")],
+    fleet: options.FleetDir,
     *,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
-    """Watch a fleet: replicas, queue, SLO, cost, KV cache, prefix hits, drafts, memory. Ctrl-C leaves it alone."""
+    """Show a fleet live: replicas, queue, SLO, cost, caches, memory.
+
+    Ctrl-C closes the view; the fleet keeps running.
+    """
     import json as text
     import time
     from pathlib import Path
@@ -30,7 +32,10 @@ def top(
         try:
             found: dict[str, Any] = text.loads(path.read_text())
         except (OSError, ValueError):
-            raise InputError(f"no fleet runs in {fleet}", hint="give the folder that 'powerband serve' named") from None
+            raise InputError(
+                f"no running fleet in {fleet}: status.json is missing",
+                hint="give the directory that 'powerband serve' prints",
+            ) from None
         return found
 
     if json:
@@ -52,13 +57,13 @@ def top(
 
 
 def table(status: dict[str, Any]) -> Table:
-    """Return the fleet as it is, a row for each replica."""
+    """Return a table with a row for each replica."""
     from rich.table import Table
 
     pools, replicas = status.get("pools", {}), status.get("replicas", [])
     found = Table(title=_title(status), title_justify="left", box=None, padding=(0, 2, 0, 0))
     found.add_column("replica", overflow="fold")
-    for name in ("state", "busy", "KV\nused", "prefix\nhits", "drafts\ntaken", "memory", "weights\n+ KV", "starts"):
+    for name in ("state", "busy", "KV\nused", "prefix\nhits", "draft\naccept", "memory", "weights\n+ KV", "starts"):
         found.add_column(name)
     for one in replicas:
         gauges, about = one["gauges"], one["about"]
@@ -77,26 +82,26 @@ def table(status: dict[str, Any]) -> Table:
 
 
 def _title(status: dict[str, Any]) -> str:
-    """Return what is true of the fleet as a whole."""
+    """Return the figures of the whole fleet."""
     import statistics
 
     import psutil
 
     waiting = sum(pool["depth"] for pool in status.get("pools", {}).values())
     counts = [f"{status.get('done', 0)} answered", f"{waiting} waiting"]
-    counts += [f"{sum(status.get('refused', {}).values())} refused", f"{status.get('overflows', 0)} overflowed"]
+    counts += [f"{sum(status.get('refused', {}).values())} rejected", f"{status.get('overflows', 0)} sent to fallback"]
     replicas, recipes = status.get("replicas", []), status.get("recipes", {})
     limits = {one["recipe"]: one["about"]["ttft_s"] for one in replicas}
     firsts = [(first, limits.get(name)) for name, held in recipes.items() for first in held["ttft_s"]]
     costs = []
     if firsts:
-        costs.append(f"first token p50 {statistics.median(first for first, _ in firsts) * 1e3:.0f} ms")
+        costs.append(f"TTFT p50 {statistics.median(first for first, _ in firsts) * 1e3:.0f} ms")
     if promised := [first <= limit for first, limit in firsts if limit is not None]:
         costs.append(f"{statistics.fmean(promised):.1%} within the SLO")
-    if usd_per_h := sum(one["about"]["usd_per_h"] for one in replicas):  # which a recipe tells, and nothing else
-        costs.append(f"${usd_per_h:.2f} an hour")
-    costs.append(f"${sum(one['usd'] for one in status.get('tenants', {}).values()):.4f} of tokens")
-    counts.append(f"{_size(psutil.virtual_memory().available)} of memory free")
+    if usd_per_h := sum(one["about"]["usd_per_h"] for one in replicas):  # only recipes have a price
+        costs.append(f"${usd_per_h:.2f}/h")
+    costs.append(f"${sum(one['usd'] for one in status.get('tenants', {}).values()):.4f} billed to tenants")
+    counts.append(f"{_size(psutil.virtual_memory().available)} memory free")
     return ", ".join(counts) + "\n" + ", ".join(costs)
 
 

@@ -2,107 +2,108 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from powerband.cli import inputs
-from powerband.cli.output import Json, emit, out, stderr
+from powerband.cli import options
+from powerband.cli.output import duration, emit, live, out, stderr, verbosity
+from powerband.cli.progress import status_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from rich.console import Group
+    from rich.console import Group, RenderableType
 
+    from powerband.bench.level_controller import LevelStatus
     from powerband.core.recipe import Recipe
-    from powerband.core.study import Settings, Study, Trial
-    from powerband.tune import TuneSpec
+    from powerband.core.study import Settings, Trial
     from powerband.tune.search_space import SearchSpace
-
-_PROFILES = {"chat": "interactive", "batch": "batch", "hybrid": "reading-speed"}
 
 
 def tune(
-    model: Annotated[str, typer.Argument(help="A model folder or a GGUF file.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory or GGUF file.")],
     *,
-    workload: Annotated[str, typer.Option(help="A workload.yaml, or a name of the catalogue.")] = "chat",
-    slo: Annotated[str | None, typer.Option(help="An slo.yaml, or a name of the catalogue.")] = None,
-    profile: Annotated[str, typer.Option(help="Where no SLO is given: chat, batch or hybrid.")] = "chat",
-    quality: Annotated[str, typer.Option(help="A quality.yaml, strict, balanced or lenient; 'none' for no floor.")] = (
-        "balanced"
-    ),
-    task: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=FILE", help="The data of a task that the floor asks for.")
-    ] = None,
+    workload: options.Workload = "chat",
+    slo: options.Slo = "interactive",
+    quality: options.Quality = "balanced",
+    task: options.Tasks = None,
     on: Annotated[
-        str, typer.Option(help="Where to search; only this-machine can be measured from here.")
+        str, typer.Option(metavar="DEVICE", help="Where trials run; today only this machine.")
     ] = "this-machine",
-    engine: Annotated[list[str] | None, typer.Option(help="Only this engine; may stand again.")] = None,
-    scheme: Annotated[list[str] | None, typer.Option(help="Only this number format; may stand again.")] = None,
+    engine: options.Engines = None,
+    scheme: options.Schemes = None,
     budget: Annotated[
-        str, typer.Option(help="How long search and contest may take; the gate and the last proof add some minutes.")
+        str,
+        typer.Option(metavar="DURATION", help="Time for search and validation; the quality gate may add minutes."),
     ] = "2h",
-    trials: Annotated[int | None, typer.Option(min=1, help="How many deployments to start at most.")] = None,
-    requests: Annotated[int | None, typer.Option(help="How many requests to measure at each load at least.")] = None,
-    launcher: Annotated[str, typer.Option(help="Where trials run: local, or ray, on every node at once.")] = "local",
-    cluster: Annotated[str, typer.Option(help="The address of the Ray cluster.")] = "auto",
-    price: Annotated[float | None, typer.Option(help="What this machine costs per hour, in dollars.")] = None,
-    seed: Annotated[int, typer.Option(help="Another search.")] = 0,
-    output: Annotated[str, typer.Option(help="The folder of the study.")] = "study",
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the study that lies in the folder.")] = False,
-    json: Json = False,
+    trials: Annotated[int | None, typer.Option(min=1, metavar="N", help="Maximum number of trials.")] = None,
+    requests: Annotated[int | None, typer.Option(metavar="N", help="Minimum number of requests at each load.")] = None,
+    launcher: options.Launcher = "local",
+    cluster: options.Cluster = "auto",
+    price: options.Prices = None,
+    seed: Annotated[
+        int, typer.Option(metavar="N", help="Seed of the search; the same seed and trials give the same choices.")
+    ] = 0,
+    output: Annotated[str, typer.Option(metavar="DIR", help="Directory of the study.")] = "study",
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the study in --output.")] = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
 ) -> None:
-    """Search this machine for the cheapest deployment that keeps the SLO and the quality floor, and prove it.
+    """Find the cheapest deployment within the SLO and quality floor.
 
-    Exit code 4: nothing that was tried keeps both.
+    Trials run on real engines; the best configurations are validated on held-out requests.
+    The result is a recipe.yaml with its evidence. Exit code 4: no configuration meets both.
     """
-    from powerband.errors import InputError, did_you_mean
-    from powerband.tune import TuneSpec
+    from pathlib import Path
 
-    if profile not in _PROFILES:
-        raise InputError(
-            f"there is no profile '{profile}'.{did_you_mean(profile, _PROFILES)}", hint="chat, batch or hybrid"
-        )
-    if on != "this-machine":
-        raise InputError(f"{on} cannot be measured from here", hint=f"run tune on it, or 'powerband plan --on {on}'")
-    folder = inputs.folder(output)
-    if not resume and (folder / "trials.jsonl").exists():
-        raise InputError(f"{folder} holds a study", hint="go on with --resume, or give another --output")
-    floor = None if quality == "none" else inputs.floor(quality)
-    order = TuneSpec(
-        model=model,
-        workload=inputs.traffic(workload, rate=None, users=None),
-        slo=inputs.promise(slo or _PROFILES[profile]),
-        floor=floor,
-        tasks=inputs.exams(task or [], floor, source=model, most=200),
-        engines=tuple(engine or ()),
-        schemes=tuple(scheme or ()),
+    from powerband import inputs
+
+    recipe = _run(
+        {
+            "model": model,
+            "workload": workload,
+            "slo": slo,
+            "quality": quality,
+            "task": task or (),
+            "on": on,
+            "engine": engine or (),
+            "scheme": scheme or (),
+            "budget": budget,
+            "trials": trials,
+            "requests": requests,
+            "launcher": launcher,
+            "cluster": cluster,
+            "price": price or (),
+            "seed": seed,
+            "output": output,
+            "resume": resume,
+        },
         budget_s=inputs.seconds(budget),
-        most_trials=trials,
-        requests=requests,
-        usd_per_h=price,
-        seed=seed,
-        base=inputs.base(workload),
-        cluster=inputs.cluster(launcher, cluster),
+        json=json,
     )
-    study, recipe = _run(order, folder, json=json)
-    _leave(study, recipe, folder, json=json)
+    _finish(recipe, Path(output), json=json)
 
 
-def _run(order: TuneSpec, folder: Path, *, json: bool) -> tuple[Study, Recipe]:
-    """Tune; the first Ctrl-C ends it in an orderly way, and what was found stays."""
+def _run(arguments: dict[str, Any], *, budget_s: float, json: bool) -> Recipe:
+    """Run the study; the first Ctrl-C stops it cleanly, and its results stay on disk."""
     import asyncio
     import os
     import signal
     import threading
 
-    from powerband import tune as stage
+    from powerband import aio
+    from powerband.cli.engine import step_printer
+    from powerband.tune import Progress
 
     stopping = threading.Event()
 
-    async def run() -> tuple[Study, Recipe]:
+    async def run() -> Recipe:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
 
@@ -114,56 +115,72 @@ def _run(order: TuneSpec, folder: Path, *, json: bool) -> tuple[Study, Recipe]:
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, on_signal)
-        with _View(order.budget_s, json=json) as view:
-            listener = stage.Progress(view.on_space, view.on_try, view.on_trials, view.say)
-            return await stage.tune(order, folder=folder, stopping=stopping, listener=listener)
+        with _View(budget_s, json=json) as view:
+            progress = Progress(view.on_space, view.on_trial_start, view.on_trials, view.report, view.on_status)
+            on_step = step_printer("lm-eval: ", json=json)
+            return await aio.tune(**arguments, stopping=stopping, progress=progress, on_step=on_step)
 
     try:
         return asyncio.run(run())
     except (asyncio.CancelledError, KeyboardInterrupt):
-        stderr().print(f"stopped; go on with: powerband tune ... --output {folder} --resume")
+        again = shlex.join([*(one for one in sys.argv[1:] if one != "--resume"), "--resume"])
+        stderr(json=json).print(f"stopped; continue with: powerband {again}")
         raise SystemExit(130) from None
 
 
 class _View:
-    """The study as it runs: live on a terminal, a line a trial elsewhere, nothing beside JSON."""
+    """The study while it runs: a live view on a terminal, otherwise a line for each step and trial."""
 
     def __init__(self, budget_s: float, *, json: bool) -> None:
         from rich.live import Live
 
-        self.console, self.json, self.budget_s = stderr(), json, budget_s
+        self.console, self.budget_s = stderr(json=json), budget_s
         self.trials: Sequence[Trial] = ()
-        self.began, self.said, self.trying = time.monotonic(), "", ""
+        self.defaults: dict[str, Settings] = {}
+        self.began = self.trial_began = time.monotonic()
+        self.title, self.message = "", "prepare the study"
+        self.level: LevelStatus | None = None
         self.live = Live(get_renderable=self._draw, console=self.console, refresh_per_second=2, transient=True)
+        self.drawn = live() and not json
 
     def __enter__(self) -> _View:
-        if self.console.is_terminal and not self.json:
+        if self.drawn:
             self.live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.live.stop()
 
-    def on_space(self, levers: SearchSpace) -> None:
-        if not self.json:
-            engines = ", ".join(levers.by_engine)
-            self.console.print(f"{len(levers)} deployments are possible on {engines}")
+    def on_space(self, space: SearchSpace) -> None:
+        self.defaults = space.all_defaults
+        self.console.print(f"search space: {len(space)} configurations of {', '.join(space.by_engine)}")
 
-    def on_try(self, number: int, settings: Settings) -> None:
-        self.trying = f"trial {number}: {', '.join(settings.values())}"
-        self.say("prepare")
+    def on_trial_start(self, number: int, settings: Settings) -> None:
+        from powerband.core.study import render_settings
+
+        self.title, self.trial_began = f"trial {number}  {render_settings(settings, self.defaults)}", time.monotonic()
+        if not self.drawn:
+            self.console.print(f"[dim]{self._elapsed()}[/]  {self.title}")
+        self.report("prepare the weights")
 
     def on_trials(self, trials: Sequence[Trial]) -> None:
         from powerband.reports import study as study_report
 
-        if len(trials) > len(self.trials) and not self.json and not self.live.is_started:
-            self.console.print(study_report.line(trials[-1]))
-        self.trials, self.trying = list(trials), ""
+        if len(trials) > len(self.trials) and not self.drawn:
+            self.console.print(study_report.line(trials[-1], self.defaults))
+        self.trials, self.title, self.level = list(trials), "", None
 
-    def say(self, said: str) -> None:
-        if self.said != said and not self.json and not self.live.is_started:
-            self.console.print(f"[dim]{time.monotonic() - self.began:7.0f} s  {said}[/]")
-        self.said = said
+    def on_status(self, status: LevelStatus) -> None:
+        self.level = status
+
+    def report(self, message: str) -> None:
+        detail = message.startswith("start the engine: ")  # each phase of a start: only with -v
+        if self.message != message and not self.drawn and (verbosity() > 0 or not detail):
+            self.console.print(f"[dim]{self._elapsed()}  {message}[/]")
+        self.message, self.level = message, None
+
+    def _elapsed(self) -> str:
+        return f"{duration(time.monotonic() - self.began):>12}"
 
     def _draw(self) -> Group:
         from rich.console import Group
@@ -171,27 +188,33 @@ class _View:
 
         from powerband.reports import study as study_report
 
-        spent = time.monotonic() - self.began
-        left = max(0.0, self.budget_s - spent) / 60
-        status = Text.assemble((self.trying, "bold"), f"  {self.said}")
-        gone = f"{len(self.trials)} trials, {spent / 60:.0f} min gone, about {left:.0f} left"
+        now = time.monotonic()
+        left = duration(max(0.0, self.budget_s - (now - self.began)))
+        trial = Text.assemble((self.title or "validation", "bold"), (f"  {duration(now - self.trial_began)}", "dim"))
+        table: list[RenderableType] = (
+            [study_report.trials(self.trials, self.defaults, last=12), ""] if self.trials else []
+        )
         return Group(
-            study_report.trials(self.trials, most=12), status, Text(f"{gone}  (Ctrl-C stops, --resume goes on)", "dim")
+            *table,
+            trial,
+            status_line(self.level) if self.level else Text(f"  {self.message}"),
+            Text(
+                f"{duration(now - self.began)} of the budget used, {left} left; Ctrl-C stops, --resume continues", "dim"
+            ),
         )
 
 
-def _leave(study: Study, recipe: Recipe, folder: Path, *, json: bool) -> None:
+def _finish(recipe: Recipe, folder: Path, *, json: bool) -> None:
+    from powerband.core.study import Study
     from powerband.reports import study as study_report
-    from powerband.store.journal import Journal
+    from powerband.store import documents
 
-    page = folder / "report.html"
-    blocks = Journal(folder / "finals.jsonl").read()
-    page.write_text(study_report.page(study, recipe, blocks))
     if json:
         emit(recipe.to_data())
         return
-    for part in study_report.tables(study, recipe):
+    for part in study_report.tables(documents.read_as(Study, folder / "study.json"), recipe):
         out().print(part)
     stderr().print(
-        f"recipe: {folder / 'recipe.yaml'}\nreport: {page}\nagain:  powerband verify {folder / 'recipe.yaml'}"
+        f"recipe: {folder / 'recipe.yaml'}\nreport: {folder / 'report.html'}\n"
+        f"verify: powerband verify {folder / 'recipe.yaml'}"
     )

@@ -6,67 +6,67 @@ from typing import Annotated
 
 import typer
 
-from powerband.cli import inputs
-from powerband.cli.output import Json, emit, out, stderr
+from powerband.cli import options
+from powerband.cli.output import emit, out, stderr
 
 
 def verify(
     file: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe.yaml.")],
     *,
-    slo: Annotated[str | None, typer.Option(help="Another SLO than the recipe's.")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="A knob that is to change; may stand again.")
+    slo: Annotated[
+        str | None,
+        typer.Option(**options.catalogue("slo", "NAME|FILE"), help="Verify against this SLO instead of the recipe's."),
     ] = None,
-    source: Annotated[str | None, typer.Option(help="Other weights than the recipe's.")] = None,
-    task: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=FILE", help="The data of a task that the floor asks for.")
+    set_: options.Set = None,
+    source: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Verify with these weights instead of the recipe's.")
     ] = None,
-    engine_path: Annotated[str | None, typer.Option(help="Another binary or interpreter of the engine.")] = None,
-    seed: Annotated[int, typer.Option(help="Other requests of the same kind.")] = 0,
-    output: Annotated[str | None, typer.Option(help="Where the measurement goes.")] = None,
-    json: Json = False,
+    task: options.Tasks = None,
+    engine_path: options.EnginePath = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Workload seed; the same seed gives the same requests.")] = 0,
+    output: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Directory for results.", show_default="a new run directory")
+    ] = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
 ) -> None:
-    """Prove a recipe again on this machine, as it is or with something changed.
+    """Check that a recipe still holds on this machine.
 
-    Exit code 4: a promise is broken. 3: it cannot be said.
+    Run it after any upgrade, or with --set, --slo or --source to check a change.
+    Exit codes: 4 a promise is broken, 6 undecided.
     """
-    import asyncio
     from dataclasses import asdict
 
     from rich.text import Text
 
-    from powerband import verify as stage
-    from powerband.core.recipe import Recipe
-    from powerband.errors import InvalidMeasurement, PromiseBroken
-    from powerband.store import documents, runs
+    from powerband import api
+    from powerband.cli.engine import step_printer
+    from powerband.errors import RequirementNotMet, Undecided
 
-    recipe = documents.of(Recipe, file)
-    if slo:
-        promise = recipe.promise.model_copy(update={"slo": inputs.promise(slo)})
-        recipe = recipe.model_copy(update={"promise": promise})
-    data = dict(recipe.deployment)
-    data["config"] = dict(data.get("config") or {})
-    for setting in set_ or []:
-        inputs.set_knob(data["config"], setting)
-    if source:
-        data["variant"] = {**data["variant"], "source": source}
-    recipe = recipe.model_copy(update={"deployment": data})
-    tasks = inputs.exams(task or [], recipe.promise.quality, source=recipe.model, most=200)
-    folder = inputs.folder(output) if output else runs.new_run(f"verify-{recipe.name or 'recipe'}")
-    console = stderr()
-    order = stage.VerifySpec(recipe, tasks=tasks, engine_path=engine_path, seed=seed)
-    say = (lambda _: None) if json else lambda said: console.print(f"[dim]{said}[/]")
-    found = asyncio.run(stage.verify(order, folder=folder, say=say))
-    styles = {"holds": "green", "broken": "bold red", "cannot say": "yellow"}
+    console = stderr(json=json)
+    found = api.verify(
+        file,
+        slo=slo,
+        set=set_ or (),
+        source=source,
+        task=task or (),
+        engine_path=engine_path,
+        seed=seed,
+        output=output,
+        report=lambda message: console.print(f"[dim]{message}[/]"),
+        on_step=step_printer("lm-eval: ", json=json),
+    )
+    styles = {"holds": "green", "broken": "bold red", "undecided": "yellow"}
     if json:
         emit({"found": found.found, **asdict(found)})
     else:
         for note in found.notes:
-            out().print(Text(f"then and now: {note}", "dim"))
+            out().print(Text(f"changed since validation: {note}", "dim"))
         for one in found.checks:
-            out().print(Text.assemble((f"{one.found:>10}", styles[one.found]), f"  {one.promise}: {one.said}"))
-    said = "; ".join(f"{one.promise}: {one.said}" for one in found.checks if one.found == found.found)
+            out().print(Text.assemble((f"{one.found:>9}", styles[one.found]), f"  {one.promise}: {one.said}"))
+    reasons = "; ".join(f"{one.promise}: {one.said}" for one in found.checks if one.found == found.found)
     if found.found == "broken":
-        raise PromiseBroken(f"the recipe is broken: {said}", hint="run 'powerband tune' again")
-    if found.found == "cannot say":
-        raise InvalidMeasurement(f"it cannot be said whether the recipe holds: {said}", hint="is the machine quiet?")
+        raise RequirementNotMet(f"the recipe no longer holds: {reasons}", hint="find a new one with 'powerband tune'")
+    if found.found == "undecided":
+        raise Undecided(f"undecided: {reasons}", hint="repeat it on an idle machine")

@@ -1,1 +1,1 @@
-"""The nouns: frozen values without I/O, one file each."""
+"""The domain model: frozen values without I/O, one module each."""

@@ -1,4 +1,4 @@
-"""A comparison: what differs between two measurements."""
+"""A comparison of two measurements."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Literal
 
 from powerband.core.statistics import Interval
 
-Say = Literal["slower", "faster", "same"]
+DifferenceVerdict = Literal["slower", "faster", "same"]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One percentile of one latency in both, and the interval of the second over the first."""
+    """One percentile of one metric at one load in both measurements; `ratio` is second / first."""
 
     load: str
     metric: str
@@ -20,18 +20,18 @@ class Difference:
     first_s: float
     second_s: float
     ratio: Interval
-    says: Say
+    verdict: DifferenceVerdict
 
 
 @dataclass
 class Comparison:
-    """What `diff` found."""
+    """The result of `diff`."""
 
-    obstacles: list[str] = field(default_factory=list)  # why they may not be compared
-    notes: list[str] = field(default_factory=list)
+    obstacles: list[str] = field(default_factory=list)  # reasons why the two are not comparable
+    notes: list[str] = field(default_factory=list)  # differences in provenance
     differences: list[Difference] = field(default_factory=list)
 
     @property
     def different(self) -> bool:
-        """Tell whether any percentile differs beyond doubt and beyond the margin."""
-        return any(one.says != "same" for one in self.differences)
+        """Return whether any percentile differs significantly and by more than the margin."""
+        return any(one.verdict != "same" for one in self.differences)

@@ -1,4 +1,4 @@
-"""Sort and count tens of millions of gaps: compiled where that was possible, plain Python otherwise."""
+"""Sort and count tens of millions of gaps: compiled if a C compiler was available, otherwise in Python."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 _compiled: Any
 try:
     from powerband.core import _counting as _compiled
-except ImportError:  # no compiler, when this was installed
+except ImportError:  # no C compiler at install time
     _compiled = None
 
 
 def sort_u32(values: array[int]) -> None:
-    """Sort in place."""
+    """Sort the array in place."""
     if _compiled:
         _compiled.sort_u32(values)
     else:
@@ -21,7 +21,7 @@ def sort_u32(values: array[int]) -> None:
 
 
 def count_above(values: array[int], ends: array[int], bound: int) -> list[int]:
-    """Return how many values of each lump lie above the bound."""
+    """Return the number of values above the bound in each batch; `ends` holds the end index of each batch."""
     if _compiled:
         return list(_compiled.count_above(values, ends, bound))
     begins = [0, *ends[:-1]]

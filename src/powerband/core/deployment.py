@@ -1,4 +1,4 @@
-"""A deployment: a variant, an engine with its typed config, and where to put it. The thing that can be started."""
+"""A deployment: a model variant, an engine with a typed config, and a placement. It can be started."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from powerband.core.model import Format
 
 
 class EngineConfig(Value):
-    """The knobs of one engine under the engine's own names; None leaves the engine's default."""
+    """The knobs of one engine, by the engine's names; None: the engine's default."""
 
     extra_args: tuple[str, ...] = ()
     extra_env: dict[str, str] = Field(default_factory=dict)
@@ -21,7 +21,7 @@ C = TypeVar("C", bound=EngineConfig, covariant=True)
 
 
 class Variant(Value):
-    """A model in one number format: a file, a directory, or a hub id with its revision."""
+    """A model in one quantization scheme: a file, a directory, or a hub id with its revision."""
 
     source: str = Field(min_length=1)
     revision: str | None = None
@@ -30,7 +30,7 @@ class Variant(Value):
 
 
 class Placement(Value):
-    """Where a deployment listens and which devices it may use."""
+    """The address that a deployment listens on, and the GPUs that it may use."""
 
     host: str = "127.0.0.1"
     port: int | None = Field(default=None, ge=1, le=65535)
@@ -38,7 +38,7 @@ class Placement(Value):
 
 
 class Deployment(Document, Generic[C]):
-    """What to start: weights, an engine, its settings, a place."""
+    """Weights, an engine, its config, and a placement."""
 
     kind: ClassVar[str] = "deployment"
 
@@ -55,7 +55,7 @@ class Deployment(Document, Generic[C]):
 
     @property
     def served_name(self) -> str:
-        """Return the model name that clients use: the config's own, or the last part of the source."""
-        own = getattr(self.config, "served_model_name", None) or getattr(self.config, "alias", None)
+        """Return the model name for clients: from the config, else the document, else the last part of the source."""
+        configured = getattr(self.config, "served_model_name", None) or getattr(self.config, "alias", None)
         last = self.variant.source.rstrip("/").rpartition("/")[2]
-        return own or self.name or last.removesuffix(".gguf") or self.variant.source
+        return configured or self.name or last.removesuffix(".gguf") or self.variant.source

@@ -1,4 +1,4 @@
-"""A device: one kind of accelerator or CPU host, by its datasheet; an inventory: the machines you have."""
+"""A device: one kind of accelerator or CPU host with its datasheet facts; an inventory: the machines you have."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _text(value: object) -> object:
 
 
 class Price(Value):
-    """What an hour costs, as somebody asked for it on a day."""
+    """The price of one hour, with its date and source."""
 
     usd_per_h: float = Field(ge=0)
     as_of: Annotated[str, BeforeValidator(_text)]
@@ -25,29 +25,32 @@ class Price(Value):
 
 
 class Device(Document):
-    """What one device can hold, move and compute, by its maker's word; of a CPU host, the whole socket or instance."""
+    """Memory, bandwidth and compute of one device by its datasheet; for a CPU host, the whole socket or instance."""
 
     kind: ClassVar[str] = "device"
     renamed_keys = {"maker": "vendor", "reports_as": "driver_names"}
 
+    aliases: tuple[str, ...] = Field(
+        default=(), description="other names for it; case, dashes and the vendor's name do not matter"
+    )
     vendor: Vendor
-    memory: Bytes = Field(description="what its driver reports, not what the label says")
-    bandwidth: Bytes = Field(description="of its memory, per second")
-    tflops: dict[str, float] = Field(description="dense, by number format, in 1e12 operations per second")
-    link: Bytes = Field(description="to the other devices of its node, per second and direction")
-    node: int = Field(default=8, ge=1, description="devices that such links join")
+    memory: Bytes = Field(description="as the driver reports it, which is less than the label says")
+    bandwidth: Bytes = Field(description="memory bandwidth, per second")
+    tflops: dict[str, float] = Field(description="peak dense rate by data type, in 1e12 operations per second")
+    link: Bytes = Field(description="bandwidth to other devices of its node, per second and direction")
+    node: int = Field(default=8, ge=1, description="devices connected by such links")
     watts: float
     price: Price
-    driver_names: tuple[str, ...] = Field(default=(), description="how its driver names it")
+    driver_names: tuple[str, ...] = Field(default=(), description="names that the driver reports")
     sources: dict[str, str] = Field(default_factory=dict, description="where each fact was read")
 
-    def flops(self, number_format: str) -> float:
-        """Return operations per second in a format; one that it lacks is computed in bf16."""
-        return 1e12 * (self.tflops.get(number_format) or self.tflops["bf16"])
+    def flops(self, dtype: str) -> float:
+        """Return the peak operations per second in a data type, or in bf16 if the device does not support it."""
+        return 1e12 * (self.tflops.get(dtype) or self.tflops["bf16"])
 
-    def part(self, share: float) -> Device:
-        """Return a part of it, with as much less to compute with and to read by."""
-        tflops = {name: share * speed for name, speed in self.tflops.items()}
+    def scaled(self, share: float) -> Device:
+        """Return the device with this share of its bandwidth and compute."""
+        tflops = {dtype: share * speed for dtype, speed in self.tflops.items()}
         return self.model_copy(update={"bandwidth": round(share * self.bandwidth), "tflops": tflops})
 
     @property
@@ -57,11 +60,11 @@ class Device(Document):
 
 
 class Machines(Value):
-    """So many devices of one kind, and what they really cost."""
+    """Devices of one kind that you have, and their price."""
 
     device: str
     count: int = Field(default=1, ge=1)
-    usd_per_h: float | None = Field(default=None, ge=0, description="for one device; the catalogue's price if absent")
+    usd_per_h: float | None = Field(default=None, ge=0, description="for one device; default: the catalogue's price")
 
 
 class Inventory(Document):

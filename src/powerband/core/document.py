@@ -1,8 +1,9 @@
-"""A document: a frozen value that lives in a file headed `powerband: <kind>/<schema>`."""
+"""A document: a frozen value in a YAML or JSON file with the header `powerband: <kind>/<schema>`."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin
@@ -18,7 +19,7 @@ HEADER = "powerband"
 
 
 class Value(BaseModel):
-    """A frozen value that refuses keys it does not know."""
+    """A frozen value that rejects unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, defer_build=True)
     renamed_keys: ClassVar[Mapping[str, str]] = {}  # old to new: files of earlier versions stay readable
@@ -32,18 +33,18 @@ class Value(BaseModel):
 
 
 class Document(Value):
-    """A value with a kind and a schema number: what Powerband reads and writes as a file."""
+    """A value with a kind and a schema number, which Powerband reads and writes as a file."""
 
     kind: ClassVar[str]
     schema_number: ClassVar[int] = 1
-    labels: ClassVar[frozenset[str]] = frozenset({"name", "description"})  # told to people, not part of the identity
+    labels: ClassVar[frozenset[str]] = frozenset({"name", "description"})  # not part of the digest
 
     name: str | None = None
     description: str | None = None
 
     @classmethod
     def header(cls) -> str:
-        """Return what stands behind `powerband:` in a file of this kind."""
+        """Return the value of the key `powerband` in files of this kind."""
         return f"{cls.kind}/{cls.schema_number}"
 
     @classmethod
@@ -60,23 +61,47 @@ class Document(Value):
         return {HEADER: self.header(), **body}
 
     def to_text(self) -> str:
-        """Return the YAML file that reads back as this very value."""
+        """Return YAML that reads back as an equal value."""
         data = self.to_data(units=True)
         return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
     def to_json(self) -> str:
-        """Return the JSON file that reads back as this very value."""
+        """Return JSON that reads back as an equal value."""
         return json.dumps(self.to_data(), ensure_ascii=False, separators=(",", ":")) + "\n"
 
+    def to_records(self) -> list[dict[str, Any]]:
+        """Return flat rows for a data frame; nested keys are joined with dots."""
+        return [flatten(self.to_data())]
+
+    def _repr_html_(self) -> str:
+        """Return the document as HTML, for a notebook."""
+        notebook = importlib.import_module("powerband.reports.notebook")  # on demand: core imports no report
+        return str(notebook.render(self))
+
     def digest(self) -> str:
-        """Return a stable hash of what this value means: labels and spelled-out defaults do not count."""
+        """Return a stable hash of the value, without labels and without fields that have their default."""
         data = {key: value for key, value in self.to_data().items() if key not in self.labels}
         canonical = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
 
+def flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one mapping with dotted keys; an interval's value keeps the plain key."""
+    found: dict[str, Any] = {}
+    for key, value in data.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            inner = flatten(value, f"{name}.")
+            if f"{name}.value" in inner and f"{name}.low" in inner:
+                inner = {name: inner.pop(f"{name}.value"), **inner}
+            found |= inner
+        else:
+            found[name] = value
+    return found
+
+
 class _Dumper(yaml.SafeDumper):
-    """Quote whatever YAML 1.1 or 1.2 would read as something else than text."""
+    """Quotes strings that YAML 1.1 or 1.2 would not read as strings."""
 
 
 def read_header(text: str, *, source: str) -> tuple[str, int, dict[str, Any], dict[yaml12.Path, int]]:
@@ -84,7 +109,7 @@ def read_header(text: str, *, source: str) -> tuple[str, int, dict[str, Any], di
     data, lines = _read_json(text) or yaml12.read(text, source=source)
     if not isinstance(data, dict) or HEADER not in data:
         raise DocumentError(
-            f"{source}: not a Powerband document: its header is missing",
+            f"{source}: not a Powerband document: the header is missing",
             hint=f"begin the file with a line like '{HEADER}: deployment/1'",
         )
     kind, slash, number = str(data[HEADER]).partition("/")
@@ -97,7 +122,7 @@ def read_header(text: str, *, source: str) -> tuple[str, int, dict[str, Any], di
 
 
 def _read_json(text: str) -> tuple[Any, dict[yaml12.Path, int]] | None:
-    """Read JSON as JSON: it is YAML too, and a hundred times faster this way."""
+    """Parse JSON with the JSON parser, which is a hundred times faster than YAML's; None: not JSON."""
     if not text.startswith("{"):
         return None
     try:
@@ -109,7 +134,7 @@ def _read_json(text: str) -> tuple[Any, dict[yaml12.Path, int]] | None:
 def _explain(
     error: ValidationError, model: type[BaseModel], *, data: Any, source: str, lines: dict[yaml12.Path, int]
 ) -> DocumentError:
-    """Turn pydantic's errors into one sentence each; the hint is for the first."""
+    """Turn each of pydantic's errors into one sentence; the hint is for the first."""
     sentences = []
     hint = f"see the fields with 'powerband schema {getattr(model, 'kind', '')}'"
     for problem in error.errors():
@@ -130,12 +155,12 @@ def _explain(
 
 
 def _path_in(data: Any, location: yaml12.Path, *, may_lack_last: bool) -> yaml12.Path:
-    """Return pydantic's location as a path in the file: without the names of types and of union members."""
+    """Return pydantic's location as a path in the file, without the names of types and union members."""
     path: list[str | int] = []
     for number, part in enumerate(location):
-        held: Any = dict(enumerate(data)) if isinstance(data, list) else data
-        if isinstance(held, dict) and part in held:
-            data = held[part]
+        children: Any = dict(enumerate(data)) if isinstance(data, list) else data
+        if isinstance(children, dict) and part in children:
+            data = children[part]
             path.append(part)
         elif may_lack_last and number == len(location) - 1:
             path.append(part)
@@ -143,18 +168,18 @@ def _path_in(data: Any, location: yaml12.Path, *, may_lack_last: bool) -> yaml12
 
 
 def _known_keys(model: type[BaseModel], location: yaml12.Path) -> list[str]:
-    """Return the keys that are known where pydantic's location leads."""
+    """Return the valid keys at pydantic's location."""
     candidates = [model]
     for part in location:
-        chosen = [one for one in candidates if part in _tags(one)]
+        tagged = [one for one in candidates if part in _tags(one)]
         inside = [found for one in candidates for found in _models_in(one.model_fields.get(str(part)))]
-        candidates = chosen or inside or candidates
+        candidates = tagged or inside or candidates
     return sorted({key for one in candidates for key in one.model_fields})
 
 
 def _tags(model: type[BaseModel]) -> set[Any]:
-    """Return the words by which a model is chosen among others."""
-    return {word for field in model.model_fields.values() for word in _literal(field.annotation)}
+    """Return the literal values that select a model in a union."""
+    return {value for field in model.model_fields.values() for value in _literal(field.annotation)}
 
 
 def _literal(annotation: Any) -> tuple[Any, ...]:

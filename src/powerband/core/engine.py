@@ -1,4 +1,4 @@
-"""What an engine adapter speaks of: installations, commands, problems, footprints, failures, gauges."""
+"""Values that engine adapters take and return: installations, commands, problems, levers, failures, gauges."""
 
 from __future__ import annotations
 
@@ -31,42 +31,64 @@ FailureKind = Literal[
 
 
 class Installation(Value):
-    """One engine on this machine: how to run it, which version it is, and what it understands."""
+    """An engine or tool on this machine: its program, version, build and flags."""
 
     engine: str
     version: str
-    origin: Literal["managed", "path", "given", "builtin"]
+    origin: Literal["managed", "path", "given", "builtin"] = Field(description="managed: installed by Powerband")
     program: tuple[str, ...] = Field(min_length=1, description="argv that starts the server, before its options")
-    home: str | None = None
-    build: str | None = None
-    flags: frozenset[str] | None = None
-    instruction_sets: frozenset[str] = frozenset()
-    tools: dict[str, str] = Field(default_factory=dict)
+    home: str | None = Field(default=None, description="directory of a managed installation")
+    build: str | None = Field(default=None, description="build variant, such as cuda or avx2+fma")
+    flags: frozenset[str] | None = Field(default=None, description="flags in its --help; None: unknown")
+    instruction_sets: frozenset[str] = Field(default=frozenset(), description="instruction sets that it requires")
+    tools: dict[str, str] = Field(default_factory=dict, description="paths of further programs, by name")
 
 
 class Step(Value):
-    """One command of an installation; '{home}', '{python}' and '{jobs}' are filled in by the runtime."""
+    """One command of an installation or a quantization; an installation replaces {home}, {python} and {jobs}."""
 
     title: str
     argv: tuple[str, ...]
     env: dict[str, str] = Field(default_factory=dict)
-    makes: str = Field(default="", description="a file that is kept; where it is there, the step is not needed")
+    makes: str = Field(default="", description="an output file that is kept; if it exists, the step is skipped")
+
+
+class StepProgress(Value):
+    """Progress of a step; reported when the step starts, and about once a second while it runs."""
+
+    title: str
+    number: int = Field(ge=1)
+    total: int
+    elapsed_s: float = Field(default=0.0, description="since the step started; 0: it starts now")
+    fraction: float | None = Field(default=None, description="completed part, from the build tool's output")
+
+    @property
+    def starts(self) -> bool:
+        """Return whether this is the first report of the step."""
+        return self.elapsed_s == 0
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Estimate the remaining time, assuming a constant speed; None without a fraction."""
+        return self.elapsed_s * (1 - self.fraction) / self.fraction if self.fraction else None
 
 
 class InstallPlan(Value):
-    """How to make an environment for one engine version on one host, as commands to run in order."""
+    """The commands that install one version of an engine on one host, in order."""
 
     engine: str
     version: str
-    build: str = Field(description="what distinguishes the result from another of the same version")
+    build: str = Field(description="distinguishes builds of the same version")
     steps: tuple[Step, ...]
     program: tuple[str, ...]
     tools: dict[str, str] = Field(default_factory=dict)
-    instruction_sets: frozenset[str] = Field(default=frozenset(), description="what the CPU must have to run it")
+    instruction_sets: frozenset[str] = Field(
+        default=frozenset(), description="instruction sets that the result requires"
+    )
 
 
 class Installable(Protocol):
-    """What can be installed into an environment of its own: an engine, or a tool."""
+    """An engine or tool that can be installed into a separate environment."""
 
     @property
     def name(self) -> str: ...
@@ -76,11 +98,11 @@ class Installable(Protocol):
     def help_args(self) -> tuple[str, ...]: ...
 
     def install_plan(self, version: str, host: Host) -> InstallPlan:
-        """Return the commands that make it."""
+        """Return the commands that install a version on a host."""
 
 
 class Command(Value):
-    """What to run: an argv and the environment variables to add."""
+    """An argv, and the environment variables to add."""
 
     argv: tuple[str, ...]
     env: dict[str, str] = Field(default_factory=dict)
@@ -96,76 +118,78 @@ class Problem(Value):
 
 
 class Footprint(Value):
-    """Bytes that a deployment needs to start, by what they are for; None where the files do not tell."""
+    """Memory that a deployment needs to start, by use; None: unknown."""
 
     weights_bytes: int | None = None
     kv_bytes: int | None = None
     kv_bytes_per_token: float | None = None
     activations_bytes: int = 0
     overhead_bytes: int = 0
-    one_node: bool = Field(default=False, description="all of it must come from one memory node")
+    one_node: bool = Field(default=False, description="all of it must come from one NUMA node")
     gpu_ways: int = Field(default=0, description="GPUs that share the weights and the KV cache; 0: host memory")
-    growth_bytes: int = Field(default=0, description="what may be added later, while it serves")
-    lower: tuple[str, ...] = Field(default=(), description="the knobs that make it smaller")
+    growth_bytes: int = Field(default=0, description="memory that it may allocate later, while serving")
+    lower: tuple[str, ...] = Field(default=(), description="the knobs that reduce it")
 
     def start_bytes(self) -> int:
-        """Return what must be free before the start."""
+        """Return the memory that must be free at startup."""
         return (self.weights_bytes or 0) + (self.kv_bytes or 0) + self.activations_bytes + self.overhead_bytes
 
 
 class Scheduling(Value):
-    """What a planner must know of an engine before it runs: how it uses memory, and the batches that it makes."""
+    """How an engine uses memory and forms batches, for the planner."""
 
-    memory_share: float = Field(description="of a device's memory that it may take")
-    kv_formats: dict[str, float] = Field(description="bytes of one number in the KV cache, by the engine's name for it")
-    sequences: int = Field(description="answers written at once that are worth asking for on an accelerator")
-    cpu_sequences: int = Field(description="and on a CPU")
-    batched_tokens: int = Field(description="tokens of one step on an accelerator")
-    cpu_batched_tokens: int
-    apart: bool = Field(default=False, description="a step reads prompts and writes answers one after the other")
-    cuts_tensors: bool = Field(description="True: devices share every layer; False: each has layers of its own")
+    memory_share: float = Field(description="share of a device's memory that the engine uses")
+    kv_formats: dict[str, float] = Field(description="bytes per KV cache element, by the engine's dtype name")
+    sequences: int = Field(description="maximum batch size to plan with on an accelerator")
+    cpu_sequences: int = Field(description="maximum batch size to plan with on a CPU")
+    batched_tokens: int = Field(description="tokens per step on an accelerator")
+    cpu_batched_tokens: int = Field(description="tokens per step on a CPU")
+    separate_prefill_decode: bool = Field(
+        default=False, description="prefill and decode of a step run one after the other"
+    )
+    tensor_parallel: bool = Field(description="devices split every layer; False: each device has whole layers")
 
 
 class EngineSettings(Value):
-    """One way to serve a model, in words that mean the same for every engine."""
+    """Settings of a deployment that mean the same for every engine."""
 
     source: str
     scheme: str
     kv_format: str
     tensor: int = 1
     pipeline: int = 1
-    data: int = Field(default=1, description="groups of devices with requests of their own, that share the experts")
+    data: int = Field(default=1, description="data-parallel groups, which share the experts")
     expert: bool = False
-    drafted: int = Field(default=0, description="tokens that are guessed for each step from what was said before")
+    drafted: int = Field(default=0, description="draft tokens per step, from n-gram speculation")
     on_cpu: bool = False
-    cores: int | None = Field(default=None, description="of the CPU that compute, where not all do")
-    sequences: int = Field(description="answers written at once, by each group")
-    batched_tokens: int
-    context: int = Field(description="tokens of the longest sequence")
-    kv_bytes: int = Field(description="of the KV cache, over all devices")
+    cores: int | None = Field(default=None, description="CPU cores that compute; None: all")
+    sequences: int = Field(description="maximum batch size of each data-parallel group")
+    batched_tokens: int = Field(description="tokens per step")
+    context: int = Field(description="maximum sequence length, in tokens")
+    kv_bytes: int = Field(description="KV cache size, over all devices")
 
 
 class Lever(Value):
-    """Something that can be turned: its settings by name, each a set of knobs; the first is what the engine does."""
+    """A choice to search: settings by name, each a set of knobs; the first is the engine's default."""
 
     name: str
     settings: dict[str, dict[str, Any]]
-    spoils: bool = Field(default=False, description="it may change answers, so the quality gate must look")
-    drafts: bool = Field(default=False, description="it guesses tokens, so what it brings depends on what people ask")
+    affects_quality: bool = Field(default=False, description="it can change answers, so the quality gate applies")
+    drafts: bool = Field(default=False, description="it is speculative decoding, whose gain depends on the traffic")
 
 
 class Space(Value):
-    """The levers worth searching on a machine, and the knobs that a deployment needs there whatever they are."""
+    """The levers to search on a host, and knobs that every deployment on it has."""
 
-    always: dict[str, Any] = Field(default_factory=dict)
-    sooner: dict[str, Any] = Field(
-        default_factory=dict, description="what makes a start quick where speed is no matter"
+    always: dict[str, Any] = Field(default_factory=dict, description="knobs of every deployment")
+    fast_start: dict[str, Any] = Field(
+        default_factory=dict, description="knobs that shorten the start, for runs that measure no speed"
     )
     levers: tuple[Lever, ...]
 
 
 class Failure(Value):
-    """How an engine failed: a kind, one sentence, a hint, and the log line that says so."""
+    """How an engine failed: a kind, one sentence, a hint, and the log line that shows it."""
 
     kind: FailureKind
     sentence: str
@@ -174,7 +198,10 @@ class Failure(Value):
 
 
 class Gauges(Value):
-    """One reading of an engine's own counters, under the same names for every engine; None: it has none."""
+    """One reading of an engine's metrics, by the same names for every engine; None: the engine has no such metric.
+
+    `powerband.metrics.GAUGES` describes each of them.
+    """
 
     queue_depth: float | None = None
     running: float | None = None
@@ -191,7 +218,7 @@ class Gauges(Value):
     ttft_count: float | None = None
 
 
-def grown(readings: Sequence[Gauges], name: str) -> float | None:
-    """Return by how much a counter grew between the first and the last reading that tells it."""
+def counter_increase(readings: Sequence[Gauges], name: str) -> float | None:
+    """Return the increase of a counter between the first and the last reading that has it."""
     values = [value for gauges in readings if (value := getattr(gauges, name)) is not None]
     return values[-1] - values[0] if len(values) > 1 else None

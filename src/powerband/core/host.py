@@ -1,4 +1,4 @@
-"""A host: what one machine has, as read from its own kernel and drivers."""
+"""A host: the hardware of one machine, as its kernel and drivers report it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from powerband.core.document import Value
 
 
 class Gpu(Value):
-    """One accelerator as its driver describes it."""
+    """One GPU, as its driver reports it."""
 
     index: int
     name: str
@@ -20,7 +20,7 @@ class Gpu(Value):
 
 
 class NumaNode(Value):
-    """One memory node; a process bound to it sees no more than this."""
+    """The memory of one NUMA node."""
 
     index: int
     memory_bytes: int
@@ -28,7 +28,7 @@ class NumaNode(Value):
 
 
 class Host(Value):
-    """The cores, memory, instruction sets and accelerators that a process started here may use."""
+    """The cores, memory, instruction sets and GPUs that a process on this machine can use."""
 
     system: str
     machine: str
@@ -47,7 +47,7 @@ class Host(Value):
     gpu_problem: str | None = None
 
     def described(self) -> dict[str, Any]:
-        """Return what tells this machine from others, for provenance."""
+        """Return a summary of the machine, for provenance."""
         return {
             "system": self.system,
             "cpu": self.cpu_name,

@@ -1,4 +1,4 @@
-"""A model: published weights and the shape facts read from `config.json` or a GGUF header."""
+"""A model: published weights, and the architecture read from `config.json` or a GGUF header."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Format = Literal["safetensors", "gguf"]
 
 
 class Model(Value):
-    """What a model's own files say of its shape; a fact that they do not state is None."""
+    """A model's architecture as its files state it; None where they do not."""
 
     source: str
     format: Format | None = None
     architecture: str | None = None
     layers: int | None = None
     hidden: int | None = None
-    feed_forward: int | None = Field(default=None, description="the width of a dense layer's middle, or of an expert's")
+    feed_forward: int | None = Field(default=None, description="hidden size of a dense feed-forward layer or an expert")
     heads: int | None = None
     kv_heads: int | None = None
     head_dim: int | None = None
@@ -31,26 +31,26 @@ class Model(Value):
     experts: int | None = None
     dtype: str | None = None
     quantization: str | None = None
-    numbers: str | None = Field(default=None, description="the number format of its weights, in a scheme's words")
+    weight_format: str | None = Field(default=None, description="format of the weights, as in a scheme's published_as")
     weight_bytes: int | None = None
     shape: Shape | None = None
 
     @property
     def name(self) -> str:
-        """Return the last part of its source, without a file's ending."""
+        """Return the last component of its source, without `.gguf`."""
         return self.source.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
 
     def kv_elements_per_token(self) -> int | None:
-        """Return how many numbers one token leaves in the KV cache."""
+        """Return the elements per token in the KV cache."""
         if self.shape:
             return self.shape.kv_elements()
-        if self.layers and self.kv_heads and self.head_dim:  # plain attention in every layer
+        if self.layers and self.kv_heads and self.head_dim:  # assumes full attention in every layer
             return 2 * self.layers * self.kv_heads * self.head_dim
         return None
 
 
 def from_config_json(config: Mapping[str, Any], *, source: str, weight_bytes: int | None) -> Model:
-    """Read the shape out of a Hugging Face `config.json`; a multimodal one keeps it under `text_config`."""
+    """Return the model from a Hugging Face `config.json`; multimodal models have their keys under `text_config`."""
     config = {**config, **config.get("text_config", {})}
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     architectures = config.get("architectures") or [None]
@@ -70,13 +70,13 @@ def from_config_json(config: Mapping[str, Any], *, source: str, weight_bytes: in
         dtype=config.get("dtype") or config.get("torch_dtype"),
         quantization=(config.get("quantization_config") or {}).get("quant_method"),
         weight_bytes=weight_bytes,
-        numbers=_numbers(config),
+        weight_format=_weight_format(config),
         shape=shapes.from_config_json(config),
     )
 
 
-def _numbers(config: Mapping[str, Any]) -> str:
-    """Name the format of the weights: the quantizer's name is not enough where it knows several."""
+def _weight_format(config: Mapping[str, Any]) -> str:
+    """Return the format of the weights; some quantizers produce several, so their name alone is not enough."""
     quantized = config.get("quantization_config") or {}
     method = str(quantized.get("quant_method") or "bf16")
     if method == "compressed-tensors":
@@ -87,7 +87,7 @@ def _numbers(config: Mapping[str, Any]) -> str:
 
 
 def from_gguf(header: Mapping[str, Any], *, source: str, weight_bytes: int) -> Model:
-    """Read the shape out of a GGUF header's key-value pairs."""
+    """Return the model from a GGUF header's key-value pairs."""
     architecture = header.get("general.architecture")
 
     def fact(name: str) -> Any:
@@ -109,7 +109,7 @@ def from_gguf(header: Mapping[str, Any], *, source: str, weight_bytes: int) -> M
         experts=fact("expert_count"),
         quantization=_GGUF_FILE_TYPES.get(header.get("general.file_type", -1)),
         weight_bytes=weight_bytes,
-        numbers=_GGUF_FILE_TYPES.get(header.get("general.file_type", -1), "f16"),
+        weight_format=_GGUF_FILE_TYPES.get(header.get("general.file_type", -1), "f16"),
         shape=shapes.from_gguf(header),
     )
 

@@ -1,4 +1,4 @@
-"""A quality floor: what the answers may not lose, as bounds on fidelity and on task recovery."""
+"""A quality floor: bounds on fidelity and on task recovery that a deployment must meet."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from powerband.core.document import Document, Value
 from powerband.core.statistics import Interval
 
 _BOUND = re.compile(r"^(<=|>=)\s*([0-9.eE+-]+)$")
-_MOST = 10**6  # samples that anybody would ask for
+_MAX_SAMPLES = 10**6  # more than this is impractical
 FIDELITY = {
-    "kl_mean": "mean KL divergence of the next token, in nats, over the likeliest tokens and the rest: a lower bound",
-    "top1_agreement": "share of places where the likeliest next token is the same",
-    "perplexity_ratio": "perplexity on the same text, over the reference's",
-    "spoiled": "share of answers that leave the reference's way where it saw a clear choice",
-    "spoiled_single": "of first answers alone",
-    "spoiled_multi": "of second turns",
-    "spoiled_long": "of answers behind a long context",
+    "kl_mean": "mean KL divergence of the next token in nats: a lower bound, over the most likely tokens and the rest",
+    "top1_agreement": "share of positions where both have the same most likely next token",
+    "perplexity_ratio": "perplexity divided by the reference's, on the same text",
+    "diverged": "share of answers that diverge from the reference where the reference clearly prefers its own token",
+    "diverged_single": "the same, for single-turn chats",
+    "diverged_multi": "the same, for second turns",
+    "diverged_long": "the same, for chats with a long context",
 }
 
 
 class Bound(Value):
-    """A value that must stay on one side."""
+    """An upper or lower limit of a figure."""
 
     at_most: bool
     limit: float
@@ -34,17 +34,17 @@ class Bound(Value):
         return f"{'<=' if self.at_most else '>='} {self.limit:g}"
 
     def judge(self, found: Interval) -> Judgement:
-        """Tell which side the whole interval lies on; undecided where it lies on both."""
+        """Return pass or fail if the whole interval is on one side of the limit, else undecided."""
         inside = found.high <= self.limit if self.at_most else found.low >= self.limit
         outside = found.low > self.limit if self.at_most else found.high < self.limit
         return "pass" if inside else "fail" if outside else "undecided"
 
     def samples_to_decide(self, found: Interval, samples: int) -> int | None:
-        """Return how many samples would decide if the figure stays where it is; None where no number would."""
+        """Estimate the samples needed to decide, if the figure keeps its value; None if no practical number decides."""
         distance = abs(found.value - self.limit)
-        reach = (found.high - found.value) if found.value <= self.limit else (found.value - found.low)
-        wanted = samples * (reach / distance) ** 2 if distance > 1e-12 else math.inf
-        return int(wanted) + 1 if wanted < _MOST else None
+        margin = (found.high - found.value) if found.value <= self.limit else (found.value - found.low)
+        needed = samples * (margin / distance) ** 2 if distance > 1e-12 else math.inf
+        return int(needed) + 1 if needed < _MAX_SAMPLES else None
 
 
 Judgement = Literal["pass", "fail", "undecided"]
@@ -58,28 +58,37 @@ def _bound(value: Any) -> Any:
     return value
 
 
-Written = Annotated[Bound, BeforeValidator(_bound)]
+def _renamed(fidelity: Any) -> Any:
+    """Accept the figure names of 0.1: 'spoiled' is 'diverged' now."""
+    if not isinstance(fidelity, dict):
+        return fidelity
+    return {re.sub("^spoiled", "diverged", str(name)): bound for name, bound in fidelity.items()}
+
+
+BoundText = Annotated[Bound, BeforeValidator(_bound)]
 
 
 class TaskFloor(Value):
-    """What a task may not lose."""
+    """The bound of one task."""
 
-    recovery: Written = Field(description="score over the reference's score on the same samples")
+    recovery: BoundText = Field(description="score divided by the reference's score on the same samples")
 
 
 class QualityFloor(Document):
-    """The floor: a deployment below it is never recommended."""
+    """The bounds that a deployment must meet to be recommended."""
 
     kind: ClassVar[str] = "quality"
 
-    fidelity: dict[str, Written] = Field(default_factory=dict, description="by figure")
-    tasks: dict[str, TaskFloor] = Field(default_factory=dict, description="by task")
+    fidelity: Annotated[dict[str, BoundText], BeforeValidator(_renamed)] = Field(
+        default_factory=dict, description="bounds by figure"
+    )
+    tasks: dict[str, TaskFloor] = Field(default_factory=dict, description="bounds by task")
 
     @model_validator(mode="after")
-    def _bounds_what_is_known(self) -> QualityFloor:
+    def _check_figures(self) -> QualityFloor:
         unknown = sorted(set(self.fidelity) - set(FIDELITY))
         if unknown:
-            raise ValueError(f"there is no fidelity figure '{unknown[0]}'; known: {', '.join(FIDELITY)}")
+            raise ValueError(f"unknown fidelity figure '{unknown[0]}'; known: {', '.join(FIDELITY)}")
         if not self.fidelity and not self.tasks:
-            raise ValueError("it asks for nothing; bound a figure of fidelity or a task")
+            raise ValueError("the floor has no bounds; add one under 'fidelity' or 'tasks'")
         return self

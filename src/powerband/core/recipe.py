@@ -1,4 +1,4 @@
-"""A recipe: a pinned deployment, the promise that it keeps, where that was proven, and the evidence."""
+"""A recipe: a pinned deployment, the SLO and rate it was validated at, its validity region, and the evidence."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from powerband.core.statistics import Interval
 from powerband.core.study import Settings
 from powerband.core.workload import Workload
 
-MUCH_LESS = 0.8  # of a share that was proven: so little is told
+ALERT_RATIO = 0.8  # a counter share below this fraction of its validated value raises an alert
 
 
 class Range(Value):
-    """Between which values a quantity of the traffic lay while the promise was kept."""
+    """Range of one traffic property during validation."""
 
     low: float
     high: float
 
 
 class Promised(Value):
-    """What the recipe keeps, as it was kept on requests that the search never saw."""
+    """The SLO, rate and quality floor the recipe met on held-out requests, and the resources it used."""
 
     slo: SLO
     rate_per_s: float
-    attainment: Interval = Field(description="share of requests within every bound, at that rate")
-    quality: QualityFloor | None = Field(default=None, description="the floor that the whole gate let it pass")
-    memory_bytes: int | None = Field(default=None, description="that the engine took at most")
-    in_flight: int | None = Field(default=None, description="requests at once, at most, while it was kept")
-    prefix_hit_share: float | None = Field(default=None, description="of the prompt tokens, as the engine counts")
-    spec_accepted_share: float | None = Field(default=None, description="of the guessed tokens")
+    attainment: Interval = Field(description="share of requests within every bound of the SLO, at that rate")
+    quality: QualityFloor | None = Field(default=None, description="the floor of the full quality check it passed")
+    memory_bytes: int | None = Field(default=None, description="peak memory of the engine")
+    in_flight: int | None = Field(default=None, description="peak number of concurrent requests")
+    prefix_hit_share: float | None = Field(
+        default=None, description="share of prompt tokens found in the engine's prefix cache"
+    )
+    spec_accepted_share: float | None = Field(default=None, description="share of draft tokens that were accepted")
 
-    def shares(self) -> list[tuple[str, str, float]]:
-        """Return what was proven of the engine's counters: a part, the whole, and the share."""
+    def proven_shares(self) -> list[tuple[str, str, float]]:
+        """Return the validated counter shares: the name of the part, the name of the whole, and the share."""
         found = [
             ("prefix_hits_tokens", "prefix_queries_tokens", self.prefix_hit_share),
             ("spec_accepted_tokens", "spec_drafted_tokens", self.spec_accepted_share),
@@ -45,41 +47,45 @@ class Promised(Value):
 
 
 class BaselineComparison(Value):
-    """How the recipe's knee compares with another's, measured in turns on the same requests."""
+    """Max rate of the recipe against another deployment, from interleaved runs on the same held-out requests."""
 
     renamed_keys = {"knee_per_s": "max_rate_per_s"}
 
     name: str
     settings: Settings
-    max_rate_per_s: float | None = Field(description="None: it kept the SLO at no rate, or was not measured")
+    max_rate_per_s: float | None = Field(description="None: it met the SLO at no request rate, or was not measured")
     why: str = Field(default="", description="why it was not measured")
-    ratio: Interval | None = Field(description="the recipe's over this one's")
+    ratio: Interval | None = Field(description="max rate of the recipe over that of this deployment")
 
 
 class Recipe(Document):
-    """The answer of `tune`."""
+    """The result of `tune`."""
 
     kind: ClassVar[str] = "recipe"
     renamed_keys = {"says": "summary", "against": "baselines", "waterfall": "ablation"}
 
-    summary: str = Field(description="the answer in a sentence")
+    summary: str = Field(description="the result in one sentence")
     model: str = Field(description="path of the published weights")
-    model_digest: str = Field(description="SHA-256 of them")
-    scheme: str = Field(description="the number format that won")
-    weights_digest: str = Field(description="SHA-256 of the weights in that format")
+    model_digest: str = Field(description="SHA-256 of the published weights")
+    scheme: str = Field(description="quantization scheme of the served weights")
+    weights_digest: str = Field(description="SHA-256 of the served weights")
     engine_version: str
-    deployment: dict[str, Any] = Field(description="what is served, as a deployment.yaml")
-    reference: dict[str, Any] = Field(default_factory=dict, description="the deployment that answers are held against")
-    settings: Settings = Field(description="by lever")
+    deployment: dict[str, Any] = Field(description="the served deployment, as a deployment.yaml")
+    reference: dict[str, Any] = Field(
+        default_factory=dict, description="the deployment whose answers are the quality reference"
+    )
+    settings: Settings = Field(description="lever to setting")
     promise: Promised
-    workload: Workload = Field(description="the traffic that it was proven with")
-    validity: dict[str, Range] = Field(description="of the traffic in which it was proven")
+    workload: Workload = Field(description="the workload of the validation")
+    validity: dict[str, Range] = Field(description="range of each traffic property during validation")
     usd_per_h: float
     usd_per_1m_tokens: float
-    baselines: tuple[BaselineComparison, ...] = Field(default=(), description="each engine's defaults")
-    ablation: tuple[BaselineComparison, ...] = Field(
-        default=(), description="the recipe with one lever turned back each"
+    baselines: tuple[BaselineComparison, ...] = Field(
+        default=(), description="comparison with each engine's default settings"
     )
-    command: str = Field(description="starts the same engine without Powerband")
+    ablation: tuple[BaselineComparison, ...] = Field(
+        default=(), description="comparison with the recipe that has one lever at its default"
+    )
+    command: str = Field(description="command that starts the same engine without Powerband")
     evidence: dict[str, str] = Field(default_factory=dict, description="SHA-256 of each file of the study")
     provenance: dict[str, Any] = Field(default_factory=dict, description="machine, versions, date")

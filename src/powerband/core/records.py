@@ -1,4 +1,4 @@
-"""Request records: the raw timestamps of every request of a run, as columns. What they mean is told in `metrics`."""
+"""Request records: the raw timestamps of every request of a run, as columns. `metrics` derives latencies from them."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-OUTCOMES = ("answered", "broken off", "not connected", "cancelled")
+OUTCOMES = ("answered", "connection lost", "not connected", "cancelled")
 FINISHES = ("", "stop", "length", "other")
 
-# name -> array type. Times are nanoseconds from the start of the clock; 0 in `first` says that nothing came.
+# name -> array type code. Times are nanoseconds since the start of the run; `first` is 0 if no content arrived.
 COLUMNS = {
-    "number": "Q",  # which request of the traffic
-    "due": "q",  # when it should have been sent
-    "sent": "q",  # when it was
-    "head": "q",  # when the first byte of an answer came
-    "first": "q",  # when its first content came
-    "end": "q",  # when its last byte came
-    "status": "H",
-    "outcome": "B",
-    "done": "B",  # the stream said that it is complete
-    "retried": "B",  # sent again because an idle connection had been closed
-    "asked": "I",  # tokens asked for
-    "prompt": "I",  # tokens, by the server's word; 0: it did not say
-    "output": "I",
+    "number": "Q",  # index of the request in the traffic
+    "due": "q",  # scheduled send time
+    "sent": "q",  # actual send time
+    "head": "q",  # first byte of the response
+    "first": "q",  # first content
+    "end": "q",  # last byte of the response
+    "status": "H",  # HTTP status
+    "outcome": "B",  # index in OUTCOMES
+    "done": "B",  # the stream ended with [DONE]
+    "retried": "B",  # resent because the server had closed an idle connection
+    "asked": "I",  # max_tokens of the request
+    "prompt": "I",  # prompt tokens by the server's usage; 0: not reported
+    "output": "I",  # output tokens by the server's usage; 0: not reported
     "chunks": "I",  # events with content
-    "finish": "B",
-    "engine_us": "I",  # the engine's own time to the first token, where it tells; 0: it does not
-    "gap_ends": "Q",  # where this request's gaps end in `gaps`
+    "finish": "B",  # index in FINISHES
+    "engine_us": "I",  # time to first token as reported by the engine; 0: not reported
+    "gap_ends": "Q",  # end index of this request's gaps in `gaps`
 }
 
 
 @dataclass
 class Records:
-    """Columns over requests; `gaps` holds the microseconds between contents, request after request."""
+    """One row per request; `gaps` holds the microseconds between content events, request after request."""
 
     columns: dict[str, array[int]] = field(
         default_factory=lambda: {name: array(code) for name, code in COLUMNS.items()}
@@ -66,7 +66,7 @@ class Records:
         self.gaps.extend(more.gaps)
 
     def select(self, rows: Iterable[int]) -> Records:
-        """Return the records of these rows, in that order."""
+        """Return the given rows, in the given order."""
         chosen, rows = Records(), list(rows)
         for name, column in self.columns.items():
             if name != "gap_ends":
@@ -77,14 +77,14 @@ class Records:
         return chosen
 
     def ordered(self, by: str) -> Records:
-        """Return the records in the order of these times."""
+        """Return the records sorted by a time column."""
         when = self.columns[by]
         if all(when[row] <= when[row + 1] for row in range(len(when) - 1)):
             return self
         return self.select(sorted(range(len(self)), key=when.__getitem__))
 
     def complete(self) -> Iterator[bool]:
-        """Tell of each request whether it was answered in full."""
+        """Yield for each request whether it received a complete answer."""
         for outcome, status, done, first in zip(
             self["outcome"], self["status"], self["done"], self["first"], strict=True
         ):
@@ -92,5 +92,5 @@ class Records:
 
     @property
     def stored(self) -> dict[str, array[int]]:
-        """Return everything that is kept on disk."""
+        """Return all columns as they are stored on disk."""
         return {**self.columns, "gaps": self.gaps}

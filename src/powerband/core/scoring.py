@@ -1,4 +1,4 @@
-"""What an engine is asked about tokens, and what it answers; the same words for every engine."""
+"""Engine-independent types for tokenizing, scoring and generating through an engine's HTTP API."""
 
 from __future__ import annotations
 
@@ -7,31 +7,33 @@ from typing import Any, NamedTuple, TypeVar
 
 
 class EngineRequest(NamedTuple):
-    """One question to a server."""
+    """One HTTP POST to an engine."""
 
     path: str
     body: dict[str, Any]
 
 
 class TokenDistribution(NamedTuple):
-    """What an engine thinks of one place in a text."""
+    """An engine's next-token distribution at one position of a text."""
 
-    logprob: float  # of the token that really stands there
-    top: tuple[tuple[int, float], ...]  # the likeliest tokens and their log-probabilities, best first
+    logprob: float  # of the actual token at the position
+    top: tuple[tuple[int, float], ...]  # the most likely tokens and their log-probabilities, most likely first
 
     @property
     def best(self) -> int:
-        """Return the likeliest token."""
+        """Return the most likely token."""
         return self.top[0][0]
 
 
 class Answer(NamedTuple):
-    """What an engine wrote, greedily."""
+    """A greedy answer."""
 
     tokens: tuple[int, ...]
-    places: tuple[TokenDistribution, ...]
+    distributions: tuple[TokenDistribution, ...]  # one for each token
     text: str
 
 
 T = TypeVar("T")
-Exchange = Generator[EngineRequest, dict[str, Any], T]  # yields questions, is sent the answers, returns what they mean
+# One or more requests to an engine. The engine's adapter yields each request, receives its JSON response, and returns
+# the result; a client does the I/O.
+Exchange = Generator[EngineRequest, dict[str, Any], T]

@@ -1,4 +1,4 @@
-"""A model's shape: its layers, what each of them weighs, and what it keeps of every token."""
+"""A model's shape: its layers, their parameter counts, and what they store in the KV cache for each token."""
 
 from __future__ import annotations
 
@@ -11,41 +11,43 @@ from powerband.core.document import Value
 
 
 class Layers(Value):
-    """So many layers of one kind; counts of numbers, not of bytes."""
+    """Layers of one kind; sizes are element counts, not bytes."""
 
     count: int
-    attention: int = Field(description="parameters of attention, in one layer")
-    dense: int = Field(default=0, description="parameters of the feed-forward part that every token passes")
+    attention: int = Field(description="attention parameters of one layer")
+    dense: int = Field(default=0, description="feed-forward parameters that every token uses")
     router: int = 0
     expert: int = Field(default=0, description="parameters of one routed expert")
     experts: int = 0
-    active: int = Field(default=0, description="routed experts that a token passes")
-    kv: int = Field(description="numbers that a token leaves in the KV cache")
-    window: int | None = Field(default=None, description="the most tokens that are kept of a sequence")
-    state: int = Field(default=0, description="numbers kept of a sequence, however long it is")
-    scores: int = Field(default=0, description="multiplications of one token with one earlier token")
-    kv_heads: int = Field(default=1, description="into how many parts the KV cache can be cut; 1: every device has all")
+    active: int = Field(default=0, description="routed experts used per token")
+    kv: int = Field(description="elements per token in the KV cache")
+    window: int | None = Field(default=None, description="sliding window in tokens; None: full attention")
+    state: int = Field(default=0, description="elements of fixed-size state per sequence")
+    scores: int = Field(default=0, description="attention multiplications per pair of tokens")
+    kv_heads: int = Field(default=1, description="KV heads: over how many devices the KV cache can be split")
 
     @property
     def parameters(self) -> int:
-        """Return the parameters of one such layer."""
+        """Return the parameters of one layer."""
         return self.attention + self.dense + self.router + self.expert * self.experts
 
     @property
-    def passed(self) -> int:
-        """Return the parameters of one such layer that a token passes."""
+    def active_parameters(self) -> int:
+        """Return the parameters of one layer that a token uses."""
         return self.attention + self.dense + self.router + self.expert * self.active
 
 
 class Shape(Value):
-    """What is needed to know a model's bytes and operations."""
+    """The sizes from which a model's bytes and operations are computed."""
 
     hidden: int
     vocabulary: int
     heads: int
     tied: bool = False
     layers: tuple[Layers, ...]
-    drafting: int = Field(default=0, description="parameters of prediction heads that are published with the model")
+    mtp_parameters: int = Field(
+        default=0, description="parameters of the multi-token prediction heads published with the model"
+    )
 
     @property
     def depth(self) -> int:
@@ -54,41 +56,41 @@ class Shape(Value):
 
     @property
     def embedding(self) -> int:
-        """Return the parameters of the input table."""
+        """Return the parameters of the input embedding."""
         return self.vocabulary * self.hidden
 
     @property
     def head(self) -> int:
-        """Return the parameters of the output table; a tied one is the input table."""
+        """Return the parameters of the output embedding; 0 if it is tied to the input embedding."""
         return 0 if self.tied else self.embedding
 
     @property
     def parameters(self) -> int:
-        """Return all parameters, without published prediction heads."""
+        """Return all parameters, without multi-token prediction heads."""
         norms = (2 * self.depth + 1) * self.hidden
         return self.embedding + self.head + norms + sum(one.count * one.parameters for one in self.layers)
 
     @property
     def active_parameters(self) -> int:
-        """Return the parameters that a token passes: no row of the input table but its own, the output table whole."""
-        return self.embedding + sum(one.count * one.passed for one in self.layers)
+        """Return the parameters that a token uses; of the embeddings, only the output embedding counts."""
+        return self.embedding + sum(one.count * one.active_parameters for one in self.layers)
 
     @property
     def experts(self) -> int:
-        """Return the routed experts of a layer that has them."""
+        """Return the number of routed experts per layer; 0 for a dense model."""
         return max((one.experts for one in self.layers), default=0)
 
     def kv_elements(self, tokens: int = 1) -> int:
-        """Return how many numbers a sequence of so many tokens keeps in the KV cache."""
+        """Return the KV-cache elements of a sequence of this many tokens."""
         return sum(one.count * one.kv * min(tokens, one.window or tokens) for one in self.layers)
 
     def state_elements(self) -> int:
-        """Return how many numbers a sequence keeps whatever its length."""
+        """Return the elements of fixed-size state per sequence."""
         return sum(one.count * one.state for one in self.layers)
 
 
 def from_config_json(config: Mapping[str, Any]) -> Shape | None:
-    """Read the shape out of a Hugging Face `config.json`; None where it does not tell enough."""
+    """Return the shape from a Hugging Face `config.json`; None if required keys are missing."""
     config = {**config, **config.get("text_config", {})}
     depth, hidden, heads = (config.get(name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     vocabulary = config.get("vocab_size")
@@ -96,18 +98,16 @@ def from_config_json(config: Mapping[str, Any]) -> Shape | None:
         return None
     kinds = _attention_kinds(config, depth)
     layers = [_layer(config, number, kind) for number, kind in enumerate(kinds)]
-    drafts = config.get("num_nextn_predict_layers") or config.get("mtp_num_hidden_layers") or 0
-    tables = (
-        2 * vocabulary * hidden if config.get("kv_lora_rank") else 0
-    )  # DeepSeek publishes them again with the draft
-    drafting = drafts * (layers[-1].parameters + 2 * hidden * hidden + tables)
+    mtp_layers = config.get("num_nextn_predict_layers") or config.get("mtp_num_hidden_layers") or 0
+    # DeepSeek publishes a second copy of both embeddings with its prediction head.
+    embeddings = 2 * vocabulary * hidden if config.get("kv_lora_rank") else 0
     return Shape(
         hidden=hidden,
         vocabulary=vocabulary,
         heads=heads,
         tied=config.get("tie_word_embeddings", config.get("model_type", "").startswith("gemma")),
         layers=_grouped(layers),
-        drafting=drafting,
+        mtp_parameters=mtp_layers * (layers[-1].parameters + 2 * hidden * hidden + embeddings),
     )
 
 
@@ -121,19 +121,19 @@ def _attention_kinds(config: Mapping[str, Any], depth: int) -> list[str]:
 
 
 def _layer(config: Mapping[str, Any], number: int, kind: str) -> Layers:
-    attention = _linear(config) if kind.startswith("linear") else _latent(config) or _plain(config, kind)
+    attention = _linear(config) if kind.startswith("linear") else _latent(config) or _grouped_query(config, kind)
     return Layers(count=1, **attention, **_feed_forward(config, number))
 
 
-def _plain(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Heads of queries that share fewer heads of keys and values."""
+def _grouped_query(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return the sizes of multi-head or grouped-query attention."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     full = kind.startswith("full")
     dim = config.get("head_dim") or hidden // heads
     kv_heads = config.get("num_key_value_heads") or heads
     if full and config.get("global_head_dim"):
         dim, kv_heads = config["global_head_dim"], config.get("num_global_key_value_heads") or kv_heads
-    values = 1 if full and config.get("attention_k_eq_v") else 2  # keys that serve as values are projected once
+    values = 1 if full and config.get("attention_k_eq_v") else 2  # shared keys and values have one projection
     gate = 1 if config.get("attn_output_gate") or config.get("full_attention_interval") else 0
     bias = dim * (heads + values * kv_heads) + hidden if config.get("attention_bias") else 0
     return {
@@ -146,28 +146,28 @@ def _plain(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _latent(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Multi-head latent attention: keys and values of all heads are kept as one short vector."""
+    """Return the sizes of multi-head latent attention (MLA), which caches one compressed vector for all heads."""
     rank = config.get("kv_lora_rank")
     if not rank:
         return None
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     nope, rope, value = (config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     queries = config.get("q_lora_rank")
-    asked = hidden * queries + queries * heads * (nope + rope) if queries else hidden * heads * (nope + rope)
-    kept = hidden * (rank + rope) + rank * heads * (nope + value)
+    query = hidden * queries + queries * heads * (nope + rope) if queries else hidden * heads * (nope + rope)
+    key_value = hidden * (rank + rope) + rank * heads * (nope + value)
     index = 0
-    if config.get("index_topk"):  # a light indexer picks the tokens that are attended to
+    if config.get("index_topk"):  # sparse attention: an indexer selects the tokens to attend to
         index = (queries or hidden) * config["index_n_heads"] * config["index_head_dim"]
         index += hidden * (config["index_head_dim"] + config["index_n_heads"])
     return {
-        "attention": asked + kept + heads * value * hidden + index,
+        "attention": query + key_value + heads * value * hidden + index,
         "kv": rank + rope + (config.get("index_head_dim", 0) if index else 0),
         "scores": heads * (2 * rank + rope),
     }
 
 
 def _linear(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Linear attention: a state of fixed size in place of a cache that grows."""
+    """Return the sizes of linear attention, which keeps a fixed-size state instead of a KV cache."""
     hidden = config["hidden_size"]
     keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
     values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
@@ -193,7 +193,7 @@ def _feed_forward(config: Mapping[str, Any], number: int) -> dict[str, Any]:
     shared = each * (config.get("n_shared_experts") or 0) + (config.get("shared_expert_intermediate_size") or 0)
     if config.get("model_type") == "llama4_text":
         shared = each
-    if config.get("enable_moe_block"):  # gemma's experts stand beside a dense part
+    if config.get("enable_moe_block"):  # Gemma adds a dense feed-forward block to the experts
         shared += inner
     bias = (2 * each + hidden) if config.get("model_type") == "gpt_oss" else 0
     return {
@@ -206,7 +206,7 @@ def _feed_forward(config: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def from_gguf(header: Mapping[str, Any]) -> Shape | None:
-    """Read the shape out of a GGUF header, by giving its facts the names of a `config.json`."""
+    """Return the shape from a GGUF header, by mapping its keys to those of a `config.json`."""
     architecture = header.get("general.architecture", "")
 
     def fact(name: str) -> Any:
@@ -237,7 +237,7 @@ def from_gguf(header: Mapping[str, Any]) -> Shape | None:
         whole = fact("attention.key_length_mla") or fact("attention.key_length")
         value = fact("attention.value_length_mla") or fact("attention.value_length")
         config |= {"qk_rope_head_dim": rope, "qk_nope_head_dim": whole - rope, "v_head_dim": value}
-    if architecture == "gpt-oss":  # every other layer looks back no further than its window
+    if architecture == "gpt-oss":  # every other layer uses a sliding window
         config |= {"model_type": "gpt_oss", "attention_bias": True}
         config["layer_types"] = ["sliding_attention", "full_attention"] * ((config["num_hidden_layers"] or 0) // 2)
     return from_config_json({key: value for key, value in config.items() if value is not None})
@@ -248,7 +248,7 @@ def _first(config: Mapping[str, Any], *names: str) -> int:
 
 
 def _grouped(layers: Sequence[Layers]) -> tuple[Layers, ...]:
-    """Count alike layers once."""
+    """Merge equal layers into one entry with their count."""
     counts: dict[Layers, int] = {}
     for one in layers:
         counts[one] = counts.get(one, 0) + 1

@@ -1,8 +1,9 @@
-"""Numbers with their doubt: percentiles, intervals and tests, on plain sequences.
+"""Percentiles and means with confidence intervals, and tests, on plain sequences.
 
-The bootstrap of a sample quantile needs no resampling: the rank of a resample's quantile follows a Beta law, so drawing
-ranks from it draws from the bootstrap itself, at any sample size. Requests that follow each other are not independent;
-`design_effect` measures by how much, and the sample counts for that much less.
+The bootstrap of a sample quantile needs no resampling: the rank of a resample's quantile follows a Beta distribution,
+so ranks drawn from it give the bootstrap distribution at any sample size. Consecutive requests are not independent:
+`design_effect` estimates by how much from batches of consecutive values, and the effective sample size is the count
+divided by it.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from statistics import NormalDist
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
 BATCHES = 40
-_LEAST_BEYOND = 5.0  # samples that must lie beyond a percentile on either side
-_LEAST_INDEPENDENT = 1.0  # and so many independent ones; the interval tells the rest
+_MIN_BEYOND = 5.0  # samples required on each side of a percentile
+_MIN_INDEPENDENT = 1.0  # effective samples required there; the interval shows the remaining uncertainty
 _DRAWS = 2000
-_LEAST_LUMPS = 8
+_MIN_BATCHES = 8
 _Z95 = 1.959964
-UNBOUND = 1e9  # the end of an interval that has none; a file wants a number
+UNBOUNDED = 1e9  # end of an unbounded interval: JSON has no infinity
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure and the interval around it, of 95 % unless another level was asked for."""
+    """An estimate with its confidence interval; 95 % unless stated otherwise."""
 
     value: float
     low: float
@@ -34,29 +35,29 @@ class Interval:
 
 
 def quantile(ordered: Sequence[float], p: float) -> float:
-    """Return the p-quantile of sorted values, interpolated between neighbours."""
-    place = p * (len(ordered) - 1)
-    below = int(place)
+    """Return the p-quantile of sorted values, with linear interpolation."""
+    position = p * (len(ordered) - 1)
+    below = int(position)
     if below + 1 >= len(ordered):
         return float(ordered[-1])
-    return ordered[below] + (ordered[below + 1] - ordered[below]) * (place - below)
+    return ordered[below] + (ordered[below + 1] - ordered[below]) * (position - below)
 
 
 def _at_rank(ordered: Sequence[float], share: float) -> float:
-    """Return where a share of the whole population is expected to lie below: the k-th of n stands for k / (n + 1)."""
-    place = min(max(share * (len(ordered) + 1) - 1, 0.0), len(ordered) - 1.0)
-    return quantile(ordered, place / (len(ordered) - 1)) if len(ordered) > 1 else float(ordered[0])
+    """Return the value that a share of the population is expected below: the k-th of n estimates k / (n + 1)."""
+    position = min(max(share * (len(ordered) + 1) - 1, 0.0), len(ordered) - 1.0)
+    return quantile(ordered, position / (len(ordered) - 1)) if len(ordered) > 1 else float(ordered[0])
 
 
 def supported(p: float, count: int, effective: float) -> bool:
-    """Tell whether so many samples, worth so many independent ones, say anything about the p-quantile."""
+    """Return whether `count` samples, with this effective sample size, can estimate the p-quantile."""
     beyond = min(p, 1 - p)
-    return count >= needed(p) and effective * beyond >= _LEAST_INDEPENDENT
+    return count >= min_samples(p) and effective * beyond >= _MIN_INDEPENDENT
 
 
-def needed(p: float) -> int:
-    """Return how many samples the p-quantile needs."""
-    return math.ceil(_LEAST_BEYOND / min(p, 1 - p) - 1e-9)
+def min_samples(p: float) -> int:
+    """Return the minimum number of samples for the p-quantile."""
+    return math.ceil(_MIN_BEYOND / min(p, 1 - p) - 1e-9)
 
 
 def quantile_draws(ordered: Sequence[float], p: float, effective: float, rng: random.Random) -> list[float]:
@@ -74,22 +75,22 @@ def quantile_interval(ordered: Sequence[float], p: float, effective: float) -> I
     return Interval(value, min(low, value), max(high, value))
 
 
-def mean_interval(values: Sequence[float], lumps: int = BATCHES) -> Interval:
-    """Return the mean with an interval from the means of consecutive lumps."""
+def mean_interval(values: Sequence[float], batches: int = BATCHES) -> Interval:
+    """Return the mean with its interval by the batch-means method."""
     count = len(values)
     mean = math.fsum(values) / count
-    bounds = batch_bounds(count, lumps)
-    parts = [values[begin:end] for begin, end in bounds] if len(bounds) >= _LEAST_LUMPS else [[one] for one in values]
+    bounds = batch_bounds(count, batches)
+    parts = [values[begin:end] for begin, end in bounds] if len(bounds) >= _MIN_BATCHES else [[one] for one in values]
     means = [math.fsum(part) / len(part) for part in parts]
     if len(means) < 2:
         return Interval(mean, mean, mean)
     spread = math.sqrt(sum((one - mean) ** 2 for one in means) / (len(means) - 1) / len(means))
-    reach = student(len(means) - 1, _Z95) * spread
+    reach = student_t(len(means) - 1, _Z95) * spread
     return Interval(mean, mean - reach, mean + reach)
 
 
-def student(freedom: int, z: float) -> float:
-    """Return the point of Student's t that stands for a normal law's z, by its series in 1 / freedom."""
+def student_t(degrees: int, z: float) -> float:
+    """Return the Student's t quantile that corresponds to a normal quantile z, by its series in 1 / degrees."""
     terms = (
         z,
         (z**3 + z) / 4,
@@ -97,18 +98,18 @@ def student(freedom: int, z: float) -> float:
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
-    return math.fsum(term / freedom**power for power, term in enumerate(terms))
+    return math.fsum(term / degrees**power for power, term in enumerate(terms))
 
 
-def batch_bounds(count: int, lumps: int = BATCHES) -> list[tuple[int, int]]:
-    """Cut a sequence into consecutive lumps of nearly the same size, at least five values each."""
-    lumps = max(1, min(lumps, count // 5))
-    edges = [count * number // lumps for number in range(lumps + 1)]
+def batch_bounds(count: int, batches: int = BATCHES) -> list[tuple[int, int]]:
+    """Split a sequence into consecutive batches of nearly equal size, with at least five values each."""
+    batches = max(1, min(batches, count // 5))
+    edges = [count * number // batches for number in range(batches + 1)]
     return list(pairwise(edges))
 
 
 def design_effect(beyond: Sequence[int], sizes: Sequence[int]) -> float:
-    """Return how much more the share beyond a bound varies from lump to lump than independent samples would."""
+    """Return the variance of the share beyond a bound between batches, relative to independent samples."""
     total = sum(sizes)
     share = sum(beyond) / total if total else 0.0
     if len(sizes) < 4 or not 0 < share < 1:
@@ -120,12 +121,12 @@ def design_effect(beyond: Sequence[int], sizes: Sequence[int]) -> float:
 
 
 def z_of(level: float) -> float:
-    """Return how many standard deviations hold that share of a normal law."""
+    """Return the normal quantile of a two-sided confidence level, such as 1.96 for 0.95."""
     return NormalDist().inv_cdf((1 + level) / 2)
 
 
 def wilson(successes: float, count: float, *, z: float = _Z95) -> Interval:
-    """Return a share with Wilson's interval."""
+    """Return a share with its Wilson score interval."""
     if count <= 0:
         return Interval(0.0, 0.0, 1.0)
     share, z2 = successes / count, z**2
@@ -135,8 +136,8 @@ def wilson(successes: float, count: float, *, z: float = _Z95) -> Interval:
     return Interval(share, max(0.0, low), min(1.0, high))
 
 
-def halves(values: Sequence[float]) -> Interval:
-    """Return the median of the second half over that of the first, with a bootstrap interval that knows of lumps."""
+def second_half_ratio(values: Sequence[float]) -> Interval:
+    """Return the median of the second half divided by that of the first, with a bootstrap interval."""
     middle = len(values) // 2
     sides = [values[:middle], values[middle:]]
     rng, draws = random.Random(0), []
@@ -154,16 +155,17 @@ def halves(values: Sequence[float]) -> Interval:
 
 
 def paired_ratio(both: int, first: int, second: int, *, level: float = 0.95) -> Interval:
-    """Return successes of the second over those of the first on the same trials, with Bonett and Price's interval.
+    """Return the ratio of the second's successes to the first's on the same trials, with Bonett and Price's interval.
 
-    Given are the trials in which both, only the first, and only the second succeeded. A bootstrap would be sure of
-    itself where the two never differed; this is not. (J. Educ. Behav. Stat. 31 (2006) 479.)
+    `both`, `first` and `second` count the trials in which both, only the first, and only the second succeeded. Where
+    the two never differ, a bootstrap interval would have zero width; this one does not. (J. Educ. Behav. Stat. 31
+    (2006) 479.)
     """
-    ours, theirs, seen = both + first, both + second, both + first + second
-    if not ours:
-        return Interval(0.0, 0.0, UNBOUND)
-    shared = math.sqrt((first + second + 2) / ((ours + 1) * (theirs + 1)))
-    alone = sum(math.sqrt((1 - (one + 1) / (seen + 2)) / (one + 1)) for one in (ours, theirs))
-    z = z_of(level) * shared / alone
-    low, high = wilson(ours, seen, z=z), wilson(theirs, seen, z=z)
-    return Interval(theirs / ours, high.low / low.high, high.high / low.low if low.low else UNBOUND)
+    firsts, seconds, total = both + first, both + second, both + first + second
+    if not firsts:
+        return Interval(0.0, 0.0, UNBOUNDED)
+    paired = math.sqrt((first + second + 2) / ((firsts + 1) * (seconds + 1)))
+    unpaired = sum(math.sqrt((1 - (one + 1) / (total + 2)) / (one + 1)) for one in (firsts, seconds))
+    z = z_of(level) * paired / unpaired
+    low, high = wilson(firsts, total, z=z), wilson(seconds, total, z=z)
+    return Interval(seconds / firsts, high.low / low.high, high.high / low.low if low.low else UNBOUNDED)

@@ -1,4 +1,4 @@
-"""Durations and sizes: written with units in files, base units inside."""
+"""Durations and sizes: written with units in files, seconds and bytes in memory."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _QUANTITY = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?)\s*([A-Za-
 def _quantity(text: str, units: Mapping[str, Decimal | int], example: str) -> Decimal:
     match = _QUANTITY.match(text)
     if match is None or match[2] not in units:
-        raise ValueError(f"'{text}' has no unit I know; write it like {example} (units: {', '.join(units)})")
+        raise ValueError(f"'{text}' has no known unit; write it like {example} (units: {', '.join(units)})")
     return Decimal(match[1]) * units[match[2]]
 
 
 def parse_seconds(value: object) -> object:
-    """Turn '250ms' into 0.25; leave numbers alone."""
+    """Convert '250ms' to 0.25; return numbers unchanged."""
     return float(_quantity(value, _SECONDS, "250ms")) if isinstance(value, str) else value
 
 
 def parse_bytes(value: object) -> object:
-    """Turn '80GiB' into 85899345920; leave numbers alone."""
+    """Convert '80GiB' to 85899345920; return numbers unchanged."""
     if not isinstance(value, str):
         return value
     size = _quantity(value, _BYTES, "80GiB")
@@ -53,14 +53,14 @@ def parse_bytes(value: object) -> object:
 
 
 def format_seconds(value: float) -> str:
-    """Write a duration so that `parse_seconds` reads the very same float back."""
+    """Format a duration so that `parse_seconds` returns exactly the same float."""
     exact = Decimal(repr(value))
     unit = "us" if 0 < value < 0.001 else "ms" if 0 < value < 1 else "s"
     return f"{(exact / _SECONDS[unit]).normalize():f}{unit}"
 
 
 def format_bytes(value: int) -> str:
-    """Write a size in the largest binary unit that divides it exactly."""
+    """Format a size in the largest binary unit that divides it exactly."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if value and value % _BYTES[unit] == 0:
             return f"{value // _BYTES[unit]}{unit}"
@@ -68,23 +68,23 @@ def format_bytes(value: int) -> str:
 
 
 def about_bytes(value: float) -> str:
-    """Write a size for a person, rounded."""
+    """Format a size for display, rounded."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if value >= _BYTES[unit]:
             return f"{value / _BYTES[unit]:.1f} {unit}"
     return f"{value:.0f} B"
 
 
-def _for_people(info: SerializationInfo) -> bool:
+def _with_units(info: SerializationInfo) -> bool:
     return bool(info.context and info.context.get("units"))
 
 
 def _dump_seconds(value: float, info: SerializationInfo) -> float | str:
-    return format_seconds(value) if _for_people(info) else value
+    return format_seconds(value) if _with_units(info) else value
 
 
 def _dump_bytes(value: int, info: SerializationInfo) -> int | str:
-    return format_bytes(value) if _for_people(info) else value
+    return format_bytes(value) if _with_units(info) else value
 
 
 def _schema(kind: str, example: str, units: Mapping[str, object]) -> WithJsonSchema:

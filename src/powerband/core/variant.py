@@ -1,4 +1,4 @@
-"""A variant: a model in one scheme and file format, with its lineage and digest."""
+"""A variant: a model in one quantization scheme and file format, with its lineage and digest."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from powerband.core.model import Format
 
 
 class Calibration(Value):
-    """The text that a quantizer looked at."""
+    """The text that a quantizer was calibrated with."""
 
     workload: str
     samples: int
-    digest: str = Field(description="SHA-256 of the text")
-    natural: bool = Field(default=True, description="False: its words were drawn by lot, as of a made-up workload")
+    digest: str = Field(description="SHA-256 of the calibration text")
+    natural: bool = Field(default=True, description="false if the text is random words, as in a synthetic workload")
 
 
 class Lineage(Document):
-    """Where a variant comes from, and what it is; it lies beside the weights."""
+    """How a variant was made; stored in the folder of its weights."""
 
     kind: ClassVar[str] = "variant"
 
@@ -28,9 +28,9 @@ class Lineage(Document):
     model_digest: str
     scheme: str
     format: Format
-    file: str = Field(description="the weights, in the folder of this document")
-    weights_digest: str = Field(description="SHA-256")
+    file: str = Field(description="path of the weights, relative to the folder of this document")
+    weights_digest: str = Field(description="SHA-256 of the weights")
     bytes: int
     calibration: Calibration | None = None
-    tools: dict[str, str] = Field(default_factory=dict, description="their exact versions")
-    seconds: float = Field(description="that making it took")
+    tools: dict[str, str] = Field(default_factory=dict, description="exact versions of the tools")
+    seconds: float = Field(description="time that quantization took")

@@ -1,4 +1,4 @@
-"""Read YAML as people mean it: `on` is a word, a key stands once, every value knows its line."""
+"""Read YAML 1.2: `on` is a string, a duplicate key is an error, and every value has a line number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Path = tuple[str | int, ...]
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with the implicit types of YAML 1.2's core schema."""
+    """PyYAML's safe loader, with the implicit types of YAML 1.2's core schema."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
 
@@ -57,7 +57,7 @@ def read(text: str, *, source: str) -> tuple[Any, dict[Path, int]]:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise DocumentError(
             f"{source}:{line}: not valid YAML: {error.problem}",
-            hint="check the indentation and the quotes there",
+            hint="check the indentation and the quotes on that line",
         ) from None
     except yaml.YAMLError as error:
         raise DocumentError(f"{source}: not a text file: {error}", hint="a document is YAML or JSON text") from None
@@ -72,8 +72,8 @@ def _index(node: yaml.Node, path: Path, lines: dict[Path, int], source: str) -> 
             here = (*path, key.value)
             if here in lines:
                 raise DocumentError(
-                    f"{source}:{key.start_mark.line + 1}: the key '{key.value}' stands twice",
-                    hint=f"keep one of them; the first is on line {lines[here]}",
+                    f"{source}:{key.start_mark.line + 1}: duplicate key '{key.value}'",
+                    hint=f"remove one of them; the first is on line {lines[here]}",
                 )
             lines[here] = key.start_mark.line + 1
             _index(value, here, lines, source)

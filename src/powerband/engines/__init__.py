@@ -1,4 +1,4 @@
-"""One inference server per file; the file name is the registry."""
+"""Engine adapters: one inference server per module. The module name is the engine name."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from powerband.core.document import HEADER
 from powerband.engines.base import Engine
 from powerband.errors import InputError, did_you_mean
 
-_MACHINERY = frozenset({"base", "knobs", "rules"})
+_NOT_ENGINES = frozenset({"base", "knobs", "rules"})
 
 
 @cache
 def names() -> tuple[str, ...]:
-    """Return the engines that this package knows."""
-    return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in _MACHINERY))
+    """Return the names of all engines."""
+    return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in _NOT_ENGINES))
 
 
 @cache
 def get(name: str) -> Engine[Any]:
-    """Return the adapter of that name."""
+    """Return the adapter of an engine."""
     if name not in names():
         raise InputError(
-            f"there is no engine '{name}'.{did_you_mean(name, names())}",
+            f"unknown engine '{name}'.{did_you_mean(name, names())}",
             hint=f"engines: {', '.join(names())}",
         )
     engine: Engine[Any] = importlib.import_module(f"{__name__}.{name}").ENGINE
@@ -35,12 +35,12 @@ def get(name: str) -> Engine[Any]:
 
 
 def deployment_type(name: str) -> type[Deployment[Any]]:
-    """Return the deployment document whose config has that engine's knobs."""
+    """Return the Deployment class whose config has the knobs of an engine."""
     typed: type[Deployment[Any]] = Deployment.__class_getitem__(get(name).config_type)  # type: ignore[assignment]
     return typed
 
 
 def deployment_of(data: Mapping[str, Any]) -> Deployment[Any]:
-    """Return the deployment that plain data describe, with the document's header or without it."""
+    """Build a deployment from plain data, with or without the document header."""
     plain = {key: value for key, value in data.items() if key != HEADER}
     return deployment_type(plain["engine"]).model_validate(plain)

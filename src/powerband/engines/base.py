@@ -1,4 +1,4 @@
-"""What every engine adapter must offer; all of it pure."""
+"""The interface of an engine adapter. Every method is a pure function."""
 
 from __future__ import annotations
 
@@ -33,105 +33,106 @@ Messages = Sequence[Mapping[str, str]]  # role and content
 
 
 class Engine(ABC, Generic[C]):
-    """All that Powerband knows of one inference server. Every method is pure.
+    """Adapter of one inference server: its command line, memory use, levers, metrics and failures.
 
-    What an engine's data file says (failures, phases, metric names) is read here for all of them.
+    Methods read no files and start no processes. The engine's rules, log patterns and metric names come from
+    `data/<engine>.yaml`.
     """
 
     name: ClassVar[str]
     formats: ClassVar[frozenset[Format]] = frozenset({"safetensors", "gguf"})
-    programs: ClassVar[tuple[str, ...]] = ()  # what it is called on PATH
-    default_version: ClassVar[str | None] = None  # what `engine install` installs; None: nothing to install
-    attaches: ClassVar[bool] = False  # True: it is running already, elsewhere
-    builtin: ClassVar[tuple[str, ...] | None] = None  # the program, where it comes with Powerband
+    programs: ClassVar[tuple[str, ...]] = ()  # program names to look for on PATH
+    default_version: ClassVar[str | None] = None  # installed by `engine install`; None: not installable
+    attaches: ClassVar[bool] = False  # True: connects to a running server and starts nothing
+    builtin: ClassVar[tuple[str, ...] | None] = None  # the argv of an engine that ships with Powerband
     reads_weights: ClassVar[bool] = True
     help_args: ClassVar[tuple[str, ...]] = ("--help",)
-    help_is_quick: ClassVar[bool] = True  # False: it takes seconds, so only an installation of ours is asked
-    keeps_connections: ClassVar[bool] = True  # False: it does badly with a connection that is used again
-    tells_prompts: ClassVar[bool] = False  # True: its OpenAI endpoint tells how likely a given text is
-    counts_at_end: ClassVar[bool] = False  # True: a token enters its counter when its answer ends
+    help_is_quick: ClassVar[bool] = True  # False: takes seconds, so only managed installations run it
+    keep_alive: ClassVar[bool] = True  # False: clients open a new connection for each request
+    echoes_prompt_logprobs: ClassVar[bool] = False  # True: /v1/completions can return logprobs of the prompt
+    counts_at_end: ClassVar[bool] = False  # True: output tokens are counted when the answer ends
     gauge_pages: ClassVar[tuple[str, ...]] = ("/metrics",)
-    scheduling: ClassVar[Scheduling | None] = None  # None: nothing that a planner could choose
+    scheduling: ClassVar[Scheduling | None] = None  # None: the planner cannot model it
     config_type: type[C]
 
     @abstractmethod
     def command(self, deployment: Deployment[C], *, installation: Installation, port: int) -> Command:
-        """Return what to run."""
+        """Return the command that starts the server."""
 
     @abstractmethod
     def footprint(self, deployment: Deployment[C], *, model: Model, host: Host) -> Footprint:
-        """Return the bytes that the deployment needs."""
+        """Estimate the memory of a deployment."""
 
-    def knobs_for(self, choice: EngineSettings) -> dict[str, Any]:
-        """Return the knobs that make a choice real."""
+    def knobs_for(self, settings: EngineSettings) -> dict[str, Any]:
+        """Return the knobs of this engine for engine-independent settings."""
         raise NotImplementedError(self.name)
 
-    def choice_of(self, deployment: Deployment[C], *, model: Model, host: Host) -> EngineSettings:
-        """Return the choice that a deployment's knobs, and the engine's own defaults, amount to."""
+    def settings_of(self, deployment: Deployment[C], *, model: Model, host: Host) -> EngineSettings:
+        """Return the engine-independent settings of a deployment; unset knobs have the engine's defaults."""
         raise NotImplementedError(self.name)
 
-    def at_once(self, deployment: Deployment[C], *, model: Model, host: Host) -> int:
-        """Return how many requests it answers at once; more wait in its own queue."""
-        return self.choice_of(deployment, model=model, host=host).sequences
+    def max_concurrency(self, deployment: Deployment[C], *, model: Model, host: Host) -> int:
+        """Return how many requests the engine runs concurrently; more wait in its queue."""
+        return self.settings_of(deployment, model=model, host=host).sequences
 
     def space(self, *, model: Model, host: Host, context: int) -> Space:
-        """Return the levers worth searching on a machine, for sequences of up to so many tokens."""
+        """Return the levers to search on a host, for sequences of up to `context` tokens."""
         raise NotImplementedError(self.name)
 
     def drafts_by_batch(self, schedule: Sequence[tuple[int, int, int]]) -> dict[str, Any] | None:
-        """Return the knobs for so many drafts from so many to so many sequences at once; None: it has no such table."""
+        """Return the knobs for rows (min batch, max batch, draft tokens); None: the engine has no such table."""
         return None
 
     def tokenize(self, model: str, text: str) -> Exchange[list[int]]:
-        """Ask for the tokens of a text."""
+        """Request the token ids of a text."""
         raise NotImplementedError(self.name)
 
     def render(self, model: str, chat: Messages) -> Exchange[list[int]]:
-        """Ask for the tokens of a chat, as the server's own template makes them, ready to be answered."""
+        """Request the token ids of a chat, rendered with the server's chat template and a generation prompt."""
         raise NotImplementedError(self.name)
 
     def score(
-        self, model: str, tokens: Sequence[int], places: Sequence[int], *, top: int
+        self, model: str, tokens: Sequence[int], positions: Sequence[int], *, top: int
     ) -> Exchange[list[TokenDistribution]]:
-        """Ask what the server expects at some places of a text, given all tokens before each."""
+        """Request the next-token distribution at each position, given the tokens before it."""
         raise NotImplementedError(self.name)
 
-    def answer(self, model: str, tokens: Sequence[int], *, most: int, top: int) -> Exchange[Answer]:
-        """Ask for a greedy answer, and what else was likely at each of its places."""
+    def answer(self, model: str, tokens: Sequence[int], *, max_tokens: int, top: int) -> Exchange[Answer]:
+        """Request a greedy completion, with the `top` most likely tokens at each position."""
         raise NotImplementedError(self.name)
 
     def install_plan(self, version: str, host: Host) -> InstallPlan:
-        """Return the commands that make a working engine of that version for this host."""
+        """Return the commands that install a version of the engine on a host."""
         raise InputError(
-            f"there is nothing to install for '{self.name}'",
+            f"engine '{self.name}' cannot be installed: it has no program",
             hint="run 'powerband engine install vllm' or 'powerband engine install llamacpp'",
         )
 
     def program(self, path: str) -> tuple[str, ...]:
-        """Return the argv that starts the server, given what was found on PATH or given by the user."""
+        """Return the argv that starts the server, for a program found on PATH or given by the user."""
         return (path,)
 
     def version_commands(self, path: str) -> tuple[tuple[str, ...], ...]:
-        """Return the commands that tell the version, the quickest first."""
+        """Return the commands that print the version, fastest first."""
         return ((path, "--version"),)
 
     def read_version(self, output: str) -> str | None:
-        """Find the version in what one of them printed."""
+        """Return the version in the output of a version command."""
         match = re.search(r"(?:version:?\s*)?v?(\d[\w.+-]*)", output)
         return match[1] if match else None
 
     def files(self, deployment: Deployment[C]) -> dict[str, str]:
-        """Return the local files that the config names, by knob."""
+        """Return the local files that the config refers to, by knob."""
         return {}
 
     def check(
         self, deployment: Deployment[C], *, model: Model, host: Host, installation: Installation
     ) -> list[Problem]:
-        """Refuse early, with a hint, what is known not to work."""
+        """Return the known problems of a deployment, before it is started."""
         return common_problems(self, deployment, model=model, host=host, installation=installation)
 
     def derived(self, deployment: Deployment[C], *, model: Model) -> dict[str, Any]:
-        """Return what the engine's rules speak of beside knobs and facts."""
+        """Return further names for the engine's rules, beside knobs, model and host."""
         return {}
 
     def base_url(self, deployment: Deployment[C], *, port: int) -> str:
@@ -139,16 +140,16 @@ class Engine(ABC, Generic[C]):
         return f"http://{deployment.placement.host}:{port}"
 
     def phases(self) -> tuple[rules.Phase, ...]:
-        """Return the log lines that end each phase of a start, in order."""
+        """Return the phases of a start, in order, with the log pattern that ends each."""
         return rules.facts(self.name).phases
 
     def diagnose(self, log: str, *, ready: bool = False) -> Failure | None:
-        """Turn a dying engine's log into a typed failure; of a ready one, what it gave up without a word."""
+        """Return the failure that a log shows; for a ready engine, only settings that it silently ignored."""
         table = rules.facts(self.name).failures
         return rules.diagnose([signature for signature in table if signature.silent or not ready], log)
 
     def readings(self, log: str) -> dict[str, float]:
-        """Return what the log says in numbers, under our names."""
+        """Return the numbers in the log, such as the KV cache size, by Powerband's names."""
         found = {}
         for name, pattern in rules.facts(self.name).readings.items():
             if match := re.search(pattern, log):
@@ -156,12 +157,12 @@ class Engine(ABC, Generic[C]):
         return found
 
     def gauges(self, pages: Mapping[str, str]) -> Gauges:
-        """Turn the engine's own pages into our names."""
+        """Return the engine's metrics by Powerband's names, from the text of its `gauge_pages`."""
         return rules.gauges(rules.facts(self.name).gauges, pages.get("/metrics", ""))
 
 
 def names_for_rules(engine: Engine[Any], deployment: Deployment[Any], *, model: Model, host: Host) -> dict[str, Any]:
-    """Return what a rule may speak of: every knob, the model's facts and the host's."""
+    """Return the names that a rule can use: every knob, and facts of the model and the host."""
     return {
         **{field: getattr(deployment.config, field) for field in type(deployment.config).model_fields},
         **{f"model_{field}": getattr(model, field) for field in type(model).model_fields},
@@ -181,14 +182,14 @@ def common_problems(
     host: Host,
     installation: Installation,
 ) -> list[Problem]:
-    """Return what is wrong for any engine: the weights' format, the engine's age, flags it does not know, its rules."""
+    """Return the problems that are checked for every engine: weight format, version, unknown flags, rules."""
     found = []
     if model.format and model.format not in engine.formats:
         found.append(
             Problem(
                 rule="wrong-format",
                 sentence=f"{engine.name} cannot load {model.format} weights ({deployment.variant.source})",
-                hint=f"give it {' or '.join(sorted(engine.formats))}, or use another --engine",
+                hint=f"give {' or '.join(sorted(engine.formats))} weights, or use another --engine",
             )
         )
     table = rules.facts(engine.name)
@@ -197,7 +198,7 @@ def common_problems(
             Problem(
                 rule="engine-too-old",
                 sentence=f"{engine.name} {installation.version} is older than {table.minimum_version}, "
-                "the oldest that Powerband speaks to",
+                "the oldest supported version",
                 hint=f"run 'powerband engine install {engine.name}'",
             )
         )
@@ -209,14 +210,16 @@ def common_problems(
 
 def _unknown_flags(deployment: Deployment[Any], known: frozenset[str], installation: Installation) -> list[Problem]:
     problems = []
-    own = knobs.flags(type(deployment.config))
+    knob_flags = knobs.flags(type(deployment.config))
     for argument in knobs.arguments(deployment.config):
         flag = argument.partition("=")[0]
         if not flag.startswith("--") or flag in known:
             continue
-        if flag in own:
-            sentence = f"{installation.engine} {installation.version} does not know {flag}: it is too old or too new"
-            hint = f"leave that knob away, or run 'powerband engine install {installation.engine}'"
+        if flag in knob_flags:
+            sentence = (
+                f"{installation.engine} {installation.version} has no flag {flag}: this version is too old or too new"
+            )
+            hint = f"omit that knob, or run 'powerband engine install {installation.engine}'"
         else:
             sentence = f"unknown flag {flag} in extra_args.{did_you_mean(flag, known)}"
             hint = f"see '{' '.join(installation.program)} --help'"

@@ -1,4 +1,4 @@
-"""The golden server: an OpenAI server with no model, known pacing, and faults on demand."""
+"""Adapter of the golden server: an OpenAI server without a model, with known latencies and injectable faults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Fault = Literal[
 
 
 class FakeConfig(EngineConfig):
-    """How fast the golden server answers, how many at once, and which fault it has."""
+    """Latencies, concurrency and fault of the golden server."""
 
     ttft_s: Annotated[Seconds | None, Knob("pacing")] = None
     itl_s: Annotated[Seconds | None, Knob("pacing")] = None
@@ -38,7 +38,7 @@ class FakeConfig(EngineConfig):
 
 
 class Fake(Engine[FakeConfig]):
-    """A server whose truth is known: what measures it is measured by it."""
+    """The golden server: no model, known latencies; for tests and demonstrations."""
 
     name: ClassVar[str] = "fake"
     builtin: ClassVar[tuple[str, ...] | None] = ("{python}", "-m", "powerband.testing.golden")
@@ -46,22 +46,22 @@ class Fake(Engine[FakeConfig]):
     config_type = FakeConfig
 
     def footprint(self, deployment: Deployment[FakeConfig], *, model: Model, host: Host) -> Footprint:
-        """A small Python process."""
+        """Return the size of a small Python process."""
         return Footprint(overhead_bytes=64 * 2**20)
 
-    def at_once(self, deployment: Deployment[FakeConfig], *, model: Model, host: Host) -> int:
-        """As many as it has places."""
+    def max_concurrency(self, deployment: Deployment[FakeConfig], *, model: Model, host: Host) -> int:
+        """Return its number of slots."""
         return deployment.config.max_num_seqs or 256
 
     def space(self, *, model: Model, host: Host, context: int) -> Space:
-        """Places, a pace, and a lever that breaks it: enough to see a search work."""
-        places = Lever(name="places", settings={"4": {}} | {str(n): {"max_num_seqs": n} for n in (1, 2, 8, 16)})
-        pace = Lever(name="pace", settings={"20ms": {}, "10ms": {"itl_s": 0.01}, "40ms": {"itl_s": 0.04}})
+        """Return levers for tests of a search: slots, speed, and a fault."""
+        slots = Lever(name="slots", settings={"4": {}} | {str(n): {"max_num_seqs": n} for n in (1, 2, 8, 16)})
+        itl = Lever(name="itl", settings={"20ms": {}, "10ms": {"itl_s": 0.01}, "40ms": {"itl_s": 0.04}})
         fault = Lever(name="fault", settings={"none": {}, "crashes": {"fault": "crashes"}})
-        return Space(always={"max_num_seqs": 4}, levers=(places, pace, fault))
+        return Space(always={"max_num_seqs": 4}, levers=(slots, itl, fault))
 
     def command(self, deployment: Deployment[FakeConfig], *, installation: Installation, port: int) -> Command:
-        """Run the server that `powerband.testing` ships."""
+        """Run `powerband.testing.golden`."""
         argv = [*installation.program, "--host", deployment.placement.host, "--port", str(port)]
         argv += ["--model", deployment.served_name, *knobs.arguments(deployment.config)]
         return Command(argv=tuple(argv), env={"PYTHONUNBUFFERED": "1", **knobs.environment(deployment.config)})

@@ -1,4 +1,4 @@
-"""How a typed knob becomes what the engine reads: a flag, a pair of flags, or an environment variable."""
+"""Knobs: typed config fields, written as a flag, a pair of flags, or an environment variable."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from powerband.core.deployment import EngineConfig
 
 @dataclass(frozen=True)
 class Knob:
-    """What the lever is for, and how it is spelled where the spelling is not `--the-name VALUE`."""
+    """The lever that a field belongs to, and its spelling where that is not `--field-name VALUE`."""
 
     lever: str
     flag: str | None = None
-    off: str | None = None  # how False is said; None: it is said by leaving the flag away
-    env: bool = False
-    join: str | None = None  # several values in one argument, separated by this
+    off: str | None = None  # the flag for False; None: False omits the flag
+    env: bool = False  # True: an environment variable with the name of the field
+    join: str | None = None  # separator of several values in one argument; None: one argument each
 
 
 def knob_of(config: type[EngineConfig], field: str) -> Knob | None:
-    """Return the knob behind a config's field; None for fields that the adapter spells itself."""
+    """Return the knob of a config field; None: the adapter writes it itself."""
     return next((item for item in config.model_fields[field].metadata if isinstance(item, Knob)), None)
 
 
 def knobs(config: type[EngineConfig]) -> Iterator[tuple[str, Knob]]:
-    """Yield every field that is a knob, in the order in which they are declared."""
+    """Yield every field that is a knob, in declaration order."""
     for field in config.model_fields:
         if (knob := knob_of(config, field)) is not None:
             yield field, knob
@@ -49,18 +49,18 @@ def arguments(config: EngineConfig) -> tuple[str, ...]:
             continue
         flag = spelling(field, knob)
         if isinstance(value, bool):
-            said = flag if value else knob.off
-            argv += [said] if said else []
+            switch = flag if value else knob.off
+            argv += [switch] if switch else []
         elif isinstance(value, tuple):
-            words = [_word(item) for item in value]
-            argv += [flag, knob.join.join(words)] if knob.join else [flag, *words]
+            values = [_text(item) for item in value]
+            argv += [flag, knob.join.join(values)] if knob.join else [flag, *values]
         else:
-            argv += [flag, _word(value)]
+            argv += [flag, _text(value)]
     return (*argv, *config.extra_args)
 
 
 def environment(config: EngineConfig) -> dict[str, str]:
-    """Return the environment variables of every knob that is one and is set."""
+    """Return the environment variables of every knob that is set."""
     env = {}
     for field, knob in knobs(type(config)):
         value = getattr(config, field)
@@ -80,7 +80,7 @@ def flags(config: type[EngineConfig]) -> set[str]:
     return found
 
 
-def _word(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, BaseModel):
         return json.dumps(value.model_dump(mode="json", exclude_none=True), separators=(",", ":"))
     if isinstance(value, dict):

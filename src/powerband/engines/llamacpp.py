@@ -1,4 +1,4 @@
-"""llama.cpp's `llama-server`."""
+"""Adapter of llama.cpp's `llama-server`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CACHE_BYTES = {
 
 
 class LlamaCppConfig(EngineConfig):
-    """The knobs of `llama-server`, under its own long option names."""
+    """The knobs of `llama-server`, by its long option names."""
 
     # batching
     parallel: Annotated[Count | None, Knob("slots")] = None
@@ -109,15 +109,15 @@ class LlamaCppConfig(EngineConfig):
 
 
 class LlamaCpp(Engine[LlamaCppConfig]):
-    """llama.cpp: GGUF weights on CPUs, consumer and server GPUs, and Apple silicon."""
+    """llama.cpp: GGUF weights on CPUs, GPUs and Apple silicon."""
 
     name: ClassVar[str] = "llamacpp"
     formats: ClassVar[frozenset[Format]] = frozenset({"gguf"})
     programs: ClassVar[tuple[str, ...]] = ("llama-server",)
     default_version: ClassVar[str | None] = "0.3.36"
     counts_at_end: ClassVar[bool] = True
-    keeps_connections: ClassVar[bool] = False  # each idle one holds a thread of its server
-    gauge_pages: ClassVar[tuple[str, ...]] = ("/metrics", "/slots")  # it has no gauge of its KV cache
+    keep_alive: ClassVar[bool] = False  # each idle connection blocks a server thread
+    gauge_pages: ClassVar[tuple[str, ...]] = ("/metrics", "/slots")  # /metrics has no KV cache usage
     scheduling: ClassVar[Scheduling | None] = Scheduling(
         memory_share=0.95,
         kv_formats={"f16": 2.0, "q8_0": 1.0625},
@@ -125,27 +125,27 @@ class LlamaCpp(Engine[LlamaCppConfig]):
         cpu_sequences=8,
         batched_tokens=2048,
         cpu_batched_tokens=2048,
-        apart=True,  # sequences of unlike lengths become batches of their own
-        cuts_tensors=False,
+        separate_prefill_decode=True,  # sequences of different lengths run in separate batches
+        tensor_parallel=False,
     )
     config_type = LlamaCppConfig
 
-    def knobs_for(self, choice: EngineSettings) -> dict[str, Any]:
-        """One slot a sequence, each with the longest context; all layers on the accelerator where there is one."""
+    def knobs_for(self, settings: EngineSettings) -> dict[str, Any]:
+        """Use one slot per sequence, each with the full context; on a GPU offload all layers."""
         wanted: dict[str, Any] = {
-            "parallel": choice.sequences,
-            "ctx_size": choice.sequences * choice.context,
-            "batch_size": choice.batched_tokens,
+            "parallel": settings.sequences,
+            "ctx_size": settings.sequences * settings.context,
+            "batch_size": settings.batched_tokens,
             "cache_ram": 0,
         }
-        if choice.kv_format != "f16":
-            wanted |= {"cache_type_k": choice.kv_format, "cache_type_v": choice.kv_format}
-        if choice.drafted:
-            wanted |= {"spec_type": ("ngram-simple",), "spec_ngram_simple_size_m": choice.drafted}
-        return wanted | ({} if choice.on_cpu else {"n_gpu_layers": "all"})
+        if settings.kv_format != "f16":
+            wanted |= {"cache_type_k": settings.kv_format, "cache_type_v": settings.kv_format}
+        if settings.drafted:
+            wanted |= {"spec_type": ("ngram-simple",), "spec_ngram_simple_size_m": settings.drafted}
+        return wanted | ({} if settings.on_cpu else {"n_gpu_layers": "all"})
 
-    def choice_of(self, deployment: Deployment[LlamaCppConfig], *, model: Model, host: Host) -> EngineSettings:
-        """Fill in what llama-server takes where nothing is said: four slots, and the model's whole context."""
+    def settings_of(self, deployment: Deployment[LlamaCppConfig], *, model: Model, host: Host) -> EngineSettings:
+        """Fill unset knobs with llama-server's defaults: four slots, and the model's context length."""
         config = deployment.config
         slots = config.parallel or 4
         return EngineSettings(
@@ -162,20 +162,20 @@ class LlamaCpp(Engine[LlamaCppConfig]):
         )
 
     def space(self, *, model: Model, host: Host, context: int) -> Space:
-        """Slots with a context each, the KV cache's numbers, n-gram drafts, the prompt's pieces, and how it waits."""
+        """Return levers for slots, KV cache dtype, n-gram speculation, prompt chunk size, and polling."""
         slots = (2, 8, 16) if not host.gpus else (8, 16, 32, 64)
-        quick = {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}
+        q8_0 = {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}
         levers = [
             Lever(
                 name="slots",
                 settings={"4": {}} | {str(n): {"parallel": n, "ctx_size": n * context} for n in slots},
             ),
-            Lever(name="KV cache", settings={"f16": {}, "q8_0": quick}, spoils=True),
+            Lever(name="kv_cache", settings={"f16": {}, "q8_0": q8_0}, affects_quality=True),
             Lever(
                 name="speculation",
                 settings={"off": {}}
-                | {f"n-gram {n}": {"spec_type": ("ngram-simple",), "spec_ngram_simple_size_m": n} for n in (4, 12)},
-                spoils=True,
+                | {f"ngram-{n}": {"spec_type": ("ngram-simple",), "spec_ngram_simple_size_m": n} for n in (4, 12)},
+                affects_quality=True,
                 drafts=True,
             ),
             Lever(
@@ -185,53 +185,51 @@ class LlamaCpp(Engine[LlamaCppConfig]):
         ]
         if host.gpus:
             return Space(always={"n_gpu_layers": "all"}, levers=tuple(levers))
-        waiting = Lever(name="waiting", settings={"spins": {}, "sleeps": {"poll": 0}})
-        return Space(levers=(*levers, waiting))
+        polling = Lever(name="polling", settings={"on": {}, "off": {"poll": 0}})
+        return Space(levers=(*levers, polling))
 
     def install_plan(self, version: str, host: Host) -> InstallPlan:
-        """Build from the source that llama-cpp-python's sdist carries, for the instructions this CPU really runs."""
+        """Build from the source in llama-cpp-python's sdist, for the instruction sets of this CPU."""
         options = _build_options(host)
-        python, source = (
-            "{home}/env/bin/python",
-            f"{{home}}/source/llama_cpp_python-{version}/vendor/llama.cpp",
-        )
-        cmake, sdist = "{home}/env/bin/cmake", f"{{home}}/source/llama_cpp_python-{version}.tar.gz"
+        python, cmake = "{home}/env/bin/python", "{home}/env/bin/cmake"
+        sdist = f"{{home}}/source/llama_cpp_python-{version}.tar.gz"
+        source = f"{sdist.removesuffix('.tar.gz')}/vendor/llama.cpp"
         wheels = ("cmake", "ninja") if host.compiler else ("cmake", "ninja", "ziglang")
         tools = ("llama-server", "llama-quantize", "llama-perplexity", "llama-imatrix")
         steps = [
-            Step(title="make an environment", argv=("{python}", "-m", "venv", "{home}/env")),
-            Step(title="fetch the build tools", argv=(python, "-m", "pip", "install", "--quiet", *wheels)),
-            *(() if host.compiler else (Step(title="use zig as the compiler", argv=(python, "-c", _WRAP_ZIG)),)),
+            Step(title="create a virtual environment", argv=("{python}", "-m", "venv", "{home}/env")),
+            Step(title="download the build tools", argv=(python, "-m", "pip", "install", "--quiet", *wheels)),
+            *(() if host.compiler else (Step(title="set up zig as the compiler", argv=(python, "-c", _WRAP_ZIG)),)),
             Step(
-                title=f"fetch the source (llama-cpp-python {version})",
+                title=f"download the source (llama-cpp-python {version})",
                 argv=(python, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "llama-cpp-python",
                       "--dest", "{home}/source", f"llama-cpp-python=={version}"),
             ),
-            Step(title="unpack", argv=(python, "-m", "tarfile", "-e", sdist, "{home}/source")),
+            Step(title="unpack the source", argv=(python, "-m", "tarfile", "-e", sdist, "{home}/source")),
             Step(title="configure", argv=(cmake, "-G", "Ninja", "-S", source, "-B", "{home}/build", *options)),
             Step(
-                title="compile (several minutes)",
+                title="compile llama.cpp",
                 argv=(cmake, "--build", "{home}/build", "--parallel", "{jobs}", "--target", *tools),
             ),
-            Step(title="keep the programs", argv=(cmake, "-E", "rename", "{home}/build/bin", "{home}/bin")),
+            Step(title="install the programs", argv=(cmake, "-E", "rename", "{home}/build/bin", "{home}/bin")),
             Step(
-                title="keep the converters",
+                title="install the converters",
                 argv=(cmake, "-E", "copy_directory", f"{source}/gguf-py", "{home}/convert/gguf-py"),
             ),
-            Step(title="keep the converters",
+            Step(title="install the converters",
                  argv=(cmake, "-E", "copy_directory", f"{source}/conversion", "{home}/convert/conversion")),
             Step(
-                title="keep the converters",
+                title="install the converters",
                 argv=(cmake, "-E", "copy", f"{source}/convert_hf_to_gguf.py", f"{source}/convert_lora_to_gguf.py",
                       f"{source}/LICENSE", "{home}/convert"),
             ),
-            Step(title="clean up", argv=(cmake, "-E", "rm", "-rf", "{home}/build", "{home}/source")),
+            Step(title="remove build files", argv=(cmake, "-E", "rm", "-rf", "{home}/build", "{home}/source")),
         ]  # fmt: skip
-        on = sorted(o[7:-3].lower() for o in options if o.startswith("-DGGML_") and o.endswith("=ON"))
+        enabled = sorted(o[7:-3].lower() for o in options if o.startswith("-DGGML_") and o.endswith("=ON"))
         return InstallPlan(
             engine=self.name,
             version=version,
-            build="+".join(on),
+            build="+".join(enabled),
             steps=tuple(steps),
             program=("{home}/bin/llama-server",),
             instruction_sets=_usable(host),
@@ -239,44 +237,44 @@ class LlamaCpp(Engine[LlamaCppConfig]):
         )
 
     def tokenize(self, model: str, text: str) -> Exchange[list[int]]:
-        """llama-server tells."""
+        """Use llama-server's /tokenize."""
         answer = yield EngineRequest("/tokenize", {"content": text, "add_special": False, "parse_special": True})
         return list(answer["tokens"])
 
     def render(self, model: str, chat: Messages) -> Exchange[list[int]]:
-        """Its template makes a text, its tokenizer tokens of that."""
+        """Render the chat with /apply-template, then tokenize the text."""
         answer = yield EngineRequest("/apply-template", {"messages": list(chat)})
         return (yield from self.tokenize(model, answer["prompt"]))
 
     def score(
-        self, model: str, tokens: Sequence[int], places: Sequence[int], *, top: int
+        self, model: str, tokens: Sequence[int], positions: Sequence[int], *, top: int
     ) -> Exchange[list[TokenDistribution]]:
-        """It tells of the next token only, so each place is a request; what stands before it is in its cache."""
-        written = (yield from self.tokenize(model, " a"))[-1]  # of half a letter no probabilities are told
+        """Score each position with one request: only the next token has probabilities. The prefix is cached."""
+        complete = (yield from self.tokenize(model, " a"))[-1]  # an incomplete UTF-8 character gets no probabilities
         found = []
-        for at in places:
+        for at in positions:
             body = {"prompt": list(tokens[:at]), "n_predict": 1, "cache_prompt": True, "temperature": 0}
-            body |= {"logit_bias": [[written, _SURELY]]}  # the probabilities are told as they were without
+            body |= {"logit_bias": [[complete, _FORCE_BIAS]]}  # reported probabilities ignore the bias
             likely = _likely((yield EngineRequest("/completion", body | {"n_probs": top})))
-            told, known = likely, dict(likely).get(tokens[at])
-            for many in _MORE:
-                if known is None:
-                    told = _likely((yield EngineRequest("/completion", body | {"n_probs": many})))
-                    known = dict(told).get(tokens[at])
-            found.append(TokenDistribution(told[-1][1] if known is None else known, likely))
+            longest, logprob = likely, dict(likely).get(tokens[at])
+            for count in _WIDER_TOP:
+                if logprob is None:
+                    longest = _likely((yield EngineRequest("/completion", body | {"n_probs": count})))
+                    logprob = dict(longest).get(tokens[at])
+            found.append(TokenDistribution(longest[-1][1] if logprob is None else logprob, likely))
         return found
 
-    def answer(self, model: str, tokens: Sequence[int], *, most: int, top: int) -> Exchange[Answer]:
-        """One request."""
-        body = {"prompt": list(tokens), "n_predict": most, "temperature": 0, "n_probs": top, "return_tokens": True}
-        told = yield EngineRequest("/completion", body)
-        steps = told.get("completion_probabilities", [])
+    def answer(self, model: str, tokens: Sequence[int], *, max_tokens: int, top: int) -> Exchange[Answer]:
+        """Complete with one request."""
+        body = {"prompt": list(tokens), "n_predict": max_tokens, "temperature": 0, "n_probs": top}
+        answer = yield EngineRequest("/completion", body | {"return_tokens": True})
+        steps = answer.get("completion_probabilities", [])
         written = tuple(one["id"] for one in steps)
-        places = tuple(TokenDistribution(one["logprob"], _best_first(one["top_logprobs"])) for one in steps)
-        return Answer(written, places, told["content"])
+        distributions = tuple(TokenDistribution(one["logprob"], _best_first(one["top_logprobs"])) for one in steps)
+        return Answer(written, distributions, answer["content"])
 
     def files(self, deployment: Deployment[LlamaCppConfig]) -> dict[str, str]:
-        """Return the local files that the config names, by knob."""
+        """Return the local files that the config refers to, by knob."""
         config = deployment.config
         named = {f"lora[{i}]": path for i, path in enumerate(config.lora)}
         named |= {f"lora_scaled[{i}]": item.rpartition(":")[0] for i, item in enumerate(config.lora_scaled)}
@@ -284,18 +282,18 @@ class LlamaCpp(Engine[LlamaCppConfig]):
         return named | {knob: path for knob in singles if (path := getattr(config, knob))}
 
     def derived(self, deployment: Deployment[LlamaCppConfig], *, model: Model) -> dict[str, Any]:
-        """Return how the context is shared out: over the slots, unless they share one KV cache."""
+        """Return how the context is divided among the slots, unless they share one KV cache."""
         config = deployment.config
         slots = 1 if config.kv_unified or config.parallel is None else config.parallel
         per_slot = (config.ctx_size or 0) // slots
         return {
             "slots": slots,
             "context_per_slot": per_slot,
-            "context_room": slots * (model.context_tokens or 0),
+            "max_ctx_size": slots * (model.context_tokens or 0),
         }
 
     def footprint(self, deployment: Deployment[LlamaCppConfig], *, model: Model, host: Host) -> Footprint:
-        """Weights as they lie in the file, the whole context's KV cache, and the compute buffer."""
+        """Estimate weights (the file size), the KV cache of the whole context, and the compute buffer."""
         config = deployment.config
         elements = model.kv_elements_per_token()
         k, v = (_CACHE_BYTES[t or "f16"] for t in (config.cache_type_k, config.cache_type_v))
@@ -313,10 +311,10 @@ class LlamaCpp(Engine[LlamaCppConfig]):
         )
 
     def command(self, deployment: Deployment[LlamaCppConfig], *, installation: Installation, port: int) -> Command:
-        """Say it all in long options, with metrics on and the web page off."""
+        """Write all knobs as long options; enable metrics and disable the web UI."""
         config, source = deployment.config, deployment.variant.source
-        where = ("--model", source) if _is_path(source) else ("--hf-repo", source)
-        argv = [*installation.program, *where, "--host", deployment.placement.host, "--port", str(port)]
+        model = ("--model", source) if _is_path(source) else ("--hf-repo", source)
+        argv = [*installation.program, *model, "--host", deployment.placement.host, "--port", str(port)]
         argv += ["--metrics", "--no-ui"]
         if config.alias is None:
             argv += ["--alias", deployment.served_name]
@@ -326,40 +324,40 @@ class LlamaCpp(Engine[LlamaCppConfig]):
         return Command(argv=(*argv, *knobs.arguments(config)), env=env)
 
     def gauges(self, pages: Mapping[str, str]) -> Gauges:
-        """Read the counters; prefix queries are computed and cached prompt tokens, KV use is read off the slots."""
+        """Read /metrics; prefix queries are computed plus cached prompt tokens, KV use comes from /slots."""
         read = rules.gauges(rules.facts(self.name).gauges, pages.get("/metrics", ""))
         changes: dict[str, Any] = {}
         if read.prompt_tokens is not None and read.prefix_hits_tokens is not None:
-            whole = read.prompt_tokens + read.prefix_hits_tokens
-            changes = {"prompt_tokens": whole, "prefix_queries_tokens": whole}
+            total = read.prompt_tokens + read.prefix_hits_tokens
+            changes = {"prompt_tokens": total, "prefix_queries_tokens": total}
         try:
             slots = json.loads(pages.get("/slots", ""))
-            held = sum(slot.get("n_prompt_tokens", 0) for slot in slots if slot.get("is_processing"))
-            room = sum(slot["n_ctx"] for slot in slots)
-            changes["kv_use"] = held / room
+            used = sum(slot.get("n_prompt_tokens", 0) for slot in slots if slot.get("is_processing"))
+            capacity = sum(slot["n_ctx"] for slot in slots)
+            changes["kv_use"] = used / capacity
         except (ValueError, TypeError, KeyError, ZeroDivisionError):
-            pass  # the page is switched off or was not read: the gauge stays unknown
+            pass  # /slots is disabled or was not read: the gauge is unknown
         return read.model_copy(update=changes)
 
 
-_SURELY = 100.0  # in logits
-_MORE = (4000, 10**6)  # tokens, where the actual one is not among the likeliest; the second is all there are
+_FORCE_BIAS = 100.0  # logits; makes the biased token the next one
+_WIDER_TOP = (4000, 10**6)  # n_probs for a token outside the top; the second is the whole vocabulary
 
 
 def _likely(answer: dict[str, Any]) -> tuple[tuple[int, float], ...]:
     return _best_first(answer["completion_probabilities"][0]["top_logprobs"])
 
 
-def _best_first(told: list[dict[str, Any]]) -> tuple[tuple[int, float], ...]:
-    return tuple(sorted(((one["id"], one["logprob"]) for one in told), key=lambda one: -one[1]))
+def _best_first(logprobs: list[dict[str, Any]]) -> tuple[tuple[int, float], ...]:
+    return tuple(sorted(((one["id"], one["logprob"]) for one in logprobs), key=lambda one: -one[1]))
 
 
 def _is_path(source: str) -> bool:
     return source.endswith(".gguf") or source.startswith(("/", ".", "~"))
 
 
-# AMX stays off: GCC 12 drops the stores that llama.cpp's tile configuration is made of, and the first tile
-# instruction is then illegal, on a CPU and kernel that run AMX well.
+# AMX is disabled: GCC 12 drops the stores of llama.cpp's tile configuration, so that the first tile instruction is
+# illegal even on a CPU and kernel that support AMX.
 _X86_OPTIONS = {
     "SSE42": {"sse4_2"}, "AVX": {"avx"}, "AVX2": {"avx2"}, "BMI2": {"bmi2"}, "FMA": {"fma"}, "F16C": {"f16c"},
     "AVX_VNNI": {"avx_vnni"}, "AVX512": {"avx512f", "avx512cd", "avx512vl", "avx512dq", "avx512bw"},
@@ -367,7 +365,7 @@ _X86_OPTIONS = {
 }  # fmt: skip
 
 
-# Without a compiler the registry's `ziglang` is one; it must look like four programs.
+# Without a compiler, zig from the `ziglang` wheel is used, through four wrapper programs.
 _WRAP_ZIG = """
 import pathlib, sys
 for word in ("cc", "c++", "ar", "ranlib"):
@@ -378,13 +376,13 @@ for word in ("cc", "c++", "ar", "ranlib"):
 
 
 def _usable(host: Host) -> frozenset[str]:
-    """Return the instruction sets that a build for this host uses."""
+    """Return the instruction sets that a build for a host uses."""
     groups = [needed for needed in _X86_OPTIONS.values() if needed <= host.instruction_sets]
     return frozenset[str]().union(*groups) if host.machine == "x86_64" else frozenset()
 
 
 def _build_options(host: Host) -> list[str]:
-    """Say which instructions to use, from what the kernel lists and not from the compiler's guess."""
+    """Return cmake options; instruction sets are those that the kernel lists, not the compiler's guess."""
     options = {
         "CMAKE_BUILD_TYPE": "Release", "BUILD_SHARED_LIBS": "OFF", "LLAMA_CURL": "OFF", "LLAMA_OPENSSL": "OFF",
         "LLAMA_BUILD_TESTS": "OFF", "LLAMA_BUILD_EXAMPLES": "OFF", "GGML_CCACHE": "OFF",

@@ -1,4 +1,4 @@
-"""Any OpenAI-compatible server that is running already: attach to its URL, start nothing."""
+"""Adapter of a running OpenAI-compatible server: connects to its URL and starts nothing."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from powerband.errors import InputError
 
 
 class OpenAIConfig(EngineConfig):
-    """Where the server is, and which environment variable holds its key."""
+    """URL of the server, and the environment variable with its API key."""
 
     base_url: str = "http://127.0.0.1:8000"
     api_key_env: str | None = None
 
 
 class OpenAI(Engine[OpenAIConfig]):
-    """A server of somebody else's."""
+    """An OpenAI-compatible server that Powerband did not start."""
 
     name: ClassVar[str] = "openai"
     attaches: ClassVar[bool] = True
@@ -33,7 +33,7 @@ class OpenAI(Engine[OpenAIConfig]):
     def check(
         self, deployment: Deployment[OpenAIConfig], *, model: Model, host: Host, installation: Installation
     ) -> list[Problem]:
-        """Refuse a URL that no client could call."""
+        """Reject anything but an http(s) base URL without /v1."""
         url = deployment.config.base_url
         if url.startswith(("http://", "https://")) and not url.rstrip("/").endswith("/v1"):
             return []
@@ -41,19 +41,22 @@ class OpenAI(Engine[OpenAIConfig]):
         return [Problem(rule="bad-url", sentence=f"'{url}' is not the base URL of a server", hint=hint)]
 
     def footprint(self, deployment: Deployment[OpenAIConfig], *, model: Model, host: Host) -> Footprint:
-        """It takes nothing here."""
+        """Return an empty footprint: the server is not started here."""
         return Footprint()
 
     def command(self, deployment: Deployment[OpenAIConfig], *, installation: Installation, port: int) -> Command:
-        """There is nothing to start."""
-        raise InputError("'openai' starts nothing", hint="use --engine vllm or --engine llamacpp to start a server")
+        """Raise InputError: there is no process to start."""
+        raise InputError(
+            "engine 'openai' only connects to running servers",
+            hint="use --engine vllm or --engine llamacpp to start a server",
+        )
 
     def base_url(self, deployment: Deployment[OpenAIConfig], *, port: int) -> str:
-        """Return the given URL."""
+        """Return the configured URL."""
         return deployment.config.base_url.rstrip("/")
 
     def gauges(self, pages: Mapping[str, str]) -> Gauges:
-        """Recognise the engine behind the URL by the prefix of its metrics."""
+        """Detect the engine behind the URL by the prefix of its metric names."""
         text = pages.get("/metrics", "")
         for engine in ("vllm", "llamacpp", "fake"):
             if f"\n{engine}:" in "\n" + text:

@@ -1,4 +1,4 @@
-"""An engine's facts as data: which settings clash, which log lines mean which failure, which metric is which."""
+"""Read `data/<engine>.yaml`: setting conflicts, log patterns of failures and phases, and metric names."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from powerband.core.engine import Failure, FailureKind, Gauges, Problem
 
 
 class Conflict(Value):
-    """Settings that do not work together; `when` is an expression over knobs and facts."""
+    """Settings that do not work together; `when` is an expression over knobs, model and host."""
 
     rule: str
     when: str
-    says: str
+    message: str
     hint: str
     severity: Literal["refuse", "warn"] = "refuse"
 
 
 class Signature(Value):
-    """A log line that means a failure; its named groups may be used in the sentence and the hint."""
+    """A log pattern of a failure; `message` and `hint` can use its named groups."""
 
     failure: FailureKind
     pattern: str
-    says: str
+    message: str
     hint: str
-    silent: bool = False  # the engine goes on and serves something else than was asked for
+    silent: bool = False  # the engine keeps running, without the requested setting
 
 
 class Phase(Value):
-    """A log line that ends a phase of the start."""
+    """A phase of a start, and the log pattern that ends it."""
 
     name: str
     pattern: str
 
 
 class Facts(Value):
-    """All that is known of one engine as data."""
+    """The contents of an engine's data file."""
 
     minimum_version: str | None = None
     conflicts: tuple[Conflict, ...] = ()
@@ -65,11 +65,11 @@ def facts(engine: str) -> Facts:
 
 
 def problems(conflicts: Iterable[Conflict], names: Mapping[str, Any]) -> list[Problem]:
-    """Return the conflicts that hold for these knobs and facts."""
+    """Return a problem for each conflict whose expression is true."""
     return [
         Problem(
             rule=conflict.rule,
-            sentence=_fill(conflict.says, names),
+            sentence=_fill(conflict.message, names),
             hint=_fill(conflict.hint, names),
             severity=conflict.severity,
         )
@@ -79,7 +79,7 @@ def problems(conflicts: Iterable[Conflict], names: Mapping[str, Any]) -> list[Pr
 
 
 def diagnose(signatures: Iterable[Signature], log: str) -> Failure | None:
-    """Return the failure that the log speaks of: the first signature, in the table's order, that it matches."""
+    """Return the failure of the first signature that matches the log."""
     for signature in signatures:
         match = re.search(signature.pattern, log, re.MULTILINE)
         if match:
@@ -88,7 +88,7 @@ def diagnose(signatures: Iterable[Signature], log: str) -> Failure | None:
             end = log.find("\n", match.end())
             return Failure(
                 kind=signature.failure,
-                sentence=_fill(signature.says, groups),
+                sentence=_fill(signature.message, groups),
                 hint=_fill(signature.hint, groups),
                 evidence=log[start : end if end >= 0 else None].strip()[:500],
             )
@@ -96,12 +96,12 @@ def diagnose(signatures: Iterable[Signature], log: str) -> Failure | None:
 
 
 def gauges(table: Mapping[str, str], exposition: str) -> Gauges:
-    """Sum each wanted metric over its label sets; a metric that is not there stays None."""
+    """Sum each metric of the table over its label sets; a missing metric is None."""
     totals: dict[str, float] = {}
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
             totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
-    return Gauges(**{ours: totals.get(theirs) for ours, theirs in table.items()})
+    return Gauges(**{name: totals.get(metric) for name, metric in table.items()})
 
 
 def _fill(text: str, names: Mapping[str, Any]) -> str:
@@ -109,7 +109,7 @@ def _fill(text: str, names: Mapping[str, Any]) -> str:
 
 
 class _Unknown(Exception):
-    """The expression needs a fact that is not known: the rule does not apply."""
+    """The expression depends on an unknown value."""
 
 
 _BINARY: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
@@ -128,7 +128,7 @@ _BINARY: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
 
 
 def holds(expression: str, names: Mapping[str, Any]) -> bool:
-    """Evaluate a rule's expression; what depends on an unknown fact does not hold."""
+    """Evaluate a rule's expression; False if it depends on an unknown value."""
     try:
         return bool(_evaluate(ast.parse(expression, mode="eval").body, names))
     except _Unknown:
@@ -161,7 +161,7 @@ def _evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
             return _known(left, names) not in _known(right, names)
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _BINARY:
             return _BINARY[type(op)](_known(left, names), _known(right, names))
-    raise ValueError(f"a rule may not say '{ast.unparse(node)}'")
+    raise ValueError(f"unsupported expression in a rule: '{ast.unparse(node)}'")
 
 
 def _known(node: ast.expr, names: Mapping[str, Any]) -> Any:

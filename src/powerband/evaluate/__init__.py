@@ -1,4 +1,4 @@
-"""The stage `evaluate`: judge a deployment as it will be served against the reference."""
+"""The stage `evaluate`: compare a served deployment's answers with the reference's, and return a verdict."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
+from powerband._callable import make_callable
 from powerband.core.evaluation import Evaluation, Figure, Pair
 from powerband.core.quality import FIDELITY, QualityFloor
 from powerband.core.scoring import Answer
@@ -19,76 +20,82 @@ from powerband.core.statistics import wilson, z_of
 from powerband.errors import InputError
 from powerband.evaluate import gate
 from powerband.evaluate.engine_client import EngineClient
-from powerband.evaluate.probes import MOST, Answered, Probes, Read, places
-from powerband.evaluate.reference_cache import ReferenceAnswers, ask_reference
+from powerband.evaluate.probes import MAX_ANSWER_TOKENS, AnsweredChat, Probes, ScoredText, scored_positions
+from powerband.evaluate.reference_cache import ReferenceAnswers, collect_reference_answers
 from powerband.evaluate.tasks import Task
 from powerband.evaluators import fidelity, questions
-from powerband.evaluators.fidelity import Compared
+from powerband.evaluators.fidelity import TextComparison
 from powerband.launchers import local
 from powerband.launchers.local import Prepared
 from powerband.runtime import model_files
 from powerband.runtime.replica import Replica
 from powerband.store import documents, runs
 
-TOP = 20  # likeliest tokens that are compared; what vLLM tells without being asked for more
-LOOKS = (0.125, 0.25, 0.5, 1.0)  # shares of everything that is asked, after which the verdict is looked at
-QUESTIONS = 200  # of each task, unless told otherwise
-LEVEL = 1 - 0.05 / len(LOOKS)  # of intervals, so that all looks together err as seldom as one of 95 %
-_WORST = 12
+TOP_LOGPROBS = 20  # tokens compared at each position; vLLM's default maximum
+CHECKPOINTS = (0.125, 0.25, 0.5, 1.0)  # fractions of all probes after which the verdict is checked
+QUESTIONS_PER_TASK = 200  # default maximum
+CONFIDENCE = 1 - 0.05 / len(CHECKPOINTS)  # Bonferroni: all checkpoints together err at most as often as one at 95 %
+_MAX_WORST_PAIRS = 12
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class EvaluateSpec:
-    """What to judge by."""
+    """The quality floor, and the probes and tasks that measure it."""
 
     floor: QualityFloor
     probes: Probes
     tasks: Mapping[str, Task] = field(default_factory=dict)
-    whole: bool = False  # ask everything, however clear it is
-    again: bool = False  # even if the same was judged before
+    run_all: bool = False  # run every probe, even after the verdict is clear
+    ignore_cache: bool = False  # do not reuse a cached evaluation
 
 
 @dataclass
-class Progression:
-    """What the candidate has shown so far."""
+class CandidateResults:
+    """What the probes found about the candidate so far."""
 
-    texts: list[Compared] = field(default_factory=list)
-    spoiled: dict[str, list[bool]] = field(default_factory=dict)
-    scores: dict[str, list[float]] = field(default_factory=dict)
-    pairs: list[Pair] = field(default_factory=list)
+    comparisons: list[TextComparison] = field(default_factory=list)
+    diverged: dict[str, list[bool]] = field(default_factory=dict)  # by kind of chat, for each answer
+    scores: dict[str, list[float]] = field(default_factory=dict)  # by task, for each question
+    pairs: list[Pair] = field(default_factory=list)  # answers that diverged
 
 
 async def evaluate(
     reference: Prepared,
     candidate: Prepared,
-    order: EvaluateSpec,
+    spec: EvaluateSpec,
     *,
     running: Replica | None = None,
     progress: Progress = lambda _: None,
 ) -> Evaluation:
-    """Ask the reference, or remember what it said; ask the candidate, started unless it runs, until it is clear."""
-    asked, judged = _asked(reference, order), [_served(candidate), order.floor.to_data(), order.whole]
-    kept = _place("evaluations", [asked, judged])
-    if kept.is_file() and not order.again:
-        progress("the same was judged before")
-        return documents.of(Evaluation, kept)
+    """Evaluate the candidate until the verdict is clear, or return the cached evaluation of the same inputs.
+
+    The candidate is launched unless `running` is a replica of it.
+    """
+    reference_key = _reference_key(reference, spec)
+    candidate_key = [_deployment_key(candidate), spec.floor.to_data(), spec.run_all]
+    cached = _cache_path("evaluations", [reference_key, candidate_key])
+    if cached.is_file() and not spec.ignore_cache:
+        progress("use the cached evaluation")
+        return documents.read_as(Evaluation, cached)
     engine_s: dict[str, float] = {}
-    notes = await _notes(reference, order, _place("references", [asked]), engine_s, progress)
-    seen, stopped = Progression(), False
-    progress("ask the candidate")
+    path = _cache_path("references", [reference_key])
+    answers = await _reference_answers(reference, spec, path, engine_s, progress)
+    results, stopped = CandidateResults(), False
+    progress("query the candidate")
     async with contextlib.nullcontext(running) if running else local.launch(candidate) as replica:
-        at_once, context = _room(candidate)
+        concurrency, context = _limits(candidate)
         began = time.monotonic()
-        async with EngineClient(replica, await replica.model_name(), at_once=at_once) as asker:
-            await _same_tokens(asker, notes)
-            for batch in _batches(notes, order, context):
-                await batch.ask(asker, seen)
-                figures = _figures(order, notes, seen)
-                verdict, reason = gate.verdict(order.floor, figures)
-                progress(f"{len(seen.texts)} texts, {sum(map(len, seen.spoiled.values()))} answers: {verdict}")
-                clear = verdict == "fail" or (verdict == "pass" and seen.spoiled.keys() >= notes.kinds)
-                if clear and not order.whole:
+        async with EngineClient(replica, await replica.model_name(), concurrency=concurrency) as client:
+            await _check_same_tokenizer(client, answers)
+            for batch in _batches(answers, spec, context):
+                await batch.run(client, results)
+                figures = _figures(spec, answers, results)
+                verdict, reason = gate.verdict(spec.floor, figures)
+                answer_count = sum(map(len, results.diverged.values()))
+                progress(f"{len(results.comparisons)} texts, {answer_count} answers: {verdict}")
+                clear = verdict == "fail" or (verdict == "pass" and results.diverged.keys() >= answers.chat_kinds)
+                if clear and not spec.run_all:
                     stopped = not batch.last
                     break
         engine_s["candidate"] = round(time.monotonic() - began, 1)
@@ -96,32 +103,35 @@ async def evaluate(
         name=candidate.deployment.served_name,
         reference=reference.deployment.served_name,
         candidate=candidate.deployment.served_name,
-        floor=order.floor,
+        floor=spec.floor,
         figures=tuple(figures),
-        level=LEVEL,
+        level=CONFIDENCE,
         verdict=verdict,
         reason=reason,
-        worst=tuple(seen.pairs[:_WORST]),
+        worst=tuple(results.pairs[:_MAX_WORST_PAIRS]),
         stopped_early=stopped,
         engine_s=engine_s,
         provenance={
             "reference": reference.deployment.to_data(),
             "candidate": candidate.deployment.to_data(),
-            "probes": order.probes.digest,
+            "probes": spec.probes.digest,
             "engines": {one.engine.name: one.installation.version for one in (reference, candidate)},
         },
     )
-    runs.write_atomic(kept, found.to_json())
+    runs.write_atomic(cached, found.to_json())
     return found
 
 
-async def consult(reference: Prepared, order: EvaluateSpec, *, progress: Progress = lambda _: None) -> None:
-    """Ask the reference now, unless what it said is kept: beside a candidate that runs it would be in the way."""
-    await _notes(reference, order, _place("references", [_asked(reference, order)]), {}, progress)
+async def ensure_reference_answers(
+    reference: Prepared, spec: EvaluateSpec, *, progress: Progress = lambda _: None
+) -> None:
+    """Cache the reference's answers before a candidate starts, so that the two do not compete for the machine."""
+    path = _cache_path("references", [_reference_key(reference, spec)])
+    await _reference_answers(reference, spec, path, {}, progress)
 
 
-def _served(prepared: Prepared) -> dict[str, Any]:
-    """Return what tells this deployment from others."""
+def _deployment_key(prepared: Prepared) -> dict[str, Any]:
+    """Return the part of a cache key that identifies a deployment, its weights and its engine version."""
     return {
         "deployment": prepared.deployment.to_data(),
         "weights": model_files.digest(prepared.deployment.variant.source),
@@ -129,120 +139,131 @@ def _served(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _asked(reference: Prepared, order: EvaluateSpec) -> dict[str, Any]:
-    """Return what tells the questions, and who answered them first, from others."""
-    tasks = {name: exam.digest for name, exam in order.tasks.items()}
-    return {**_served(reference), "probes": order.probes.digest, "tasks": tasks, "top": TOP}
+def _reference_key(reference: Prepared, spec: EvaluateSpec) -> dict[str, Any]:
+    """Return the part of a cache key that identifies the reference, the probes and the tasks."""
+    tasks = {name: task.digest for name, task in spec.tasks.items()}
+    return {**_deployment_key(reference), "probes": spec.probes.digest, "tasks": tasks, "top": TOP_LOGPROBS}
 
 
-def _place(folder: str, told: list[Any]) -> Path:
-    """Return where the answer to the same lies, if it was asked before."""
-    key = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
-    return runs.state_root() / folder / f"{key}.json"
+def _cache_path(folder: str, key: list[Any]) -> Path:
+    """Return the cache file for a key."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return runs.state_root() / folder / f"{digest}.json"
 
 
-async def _notes(
-    reference: Prepared, order: EvaluateSpec, path: Path, engine_s: dict[str, float], progress: Progress
+async def _reference_answers(
+    reference: Prepared, spec: EvaluateSpec, path: Path, engine_s: dict[str, float], progress: Progress
 ) -> ReferenceAnswers:
-    """Return what the reference said of these probes; it is asked once."""
+    """Return the reference's answers from the cache at `path`; if there are none, launch the reference and query it."""
     if path.is_file():
         return ReferenceAnswers.read(path)
     progress("start the reference")
-    at_once, context = _room(reference)
+    concurrency, context = _limits(reference)
     async with local.launch(reference) as replica:
         began = time.monotonic()
-        async with EngineClient(replica, await replica.model_name(), at_once=at_once) as asker:
-            progress("ask the reference; its answers are kept")
-            notes = await ask_reference(asker, order.probes, order.tasks, top=TOP, context=context)
+        async with EngineClient(replica, await replica.model_name(), concurrency=concurrency) as client:
+            progress("query the reference; its answers are cached")
+            answers = await collect_reference_answers(
+                client, spec.probes, spec.tasks, top=TOP_LOGPROBS, context=context
+            )
         engine_s["reference"] = round(time.monotonic() - began, 1)
-    notes.write(path)
-    return notes
+    answers.write(path)
+    return answers
 
 
-def _room(prepared: Prepared) -> tuple[int, int]:
-    """Return how many talks may be held at once, and the tokens that each may take."""
+def _limits(prepared: Prepared) -> tuple[int, int]:
+    """Return how many exchanges may run concurrently, and the context of each in tokens."""
     if prepared.engine.scheduling is None:
         raise InputError(
-            f"'{prepared.engine.name}' does not tell log-probabilities", hint="evaluate vllm or llamacpp deployments"
+            f"engine '{prepared.engine.name}' does not return token log-probabilities, which an evaluation needs",
+            hint="evaluate a vllm or llamacpp deployment",
         )
-    choice = prepared.engine.choice_of(prepared.deployment, model=prepared.model, host=prepared.host)
-    return min(4, choice.sequences), choice.context
+    settings = prepared.engine.settings_of(prepared.deployment, model=prepared.model, host=prepared.host)
+    return min(4, settings.sequences), settings.context
 
 
-async def _same_tokens(asker: EngineClient, notes: ReferenceAnswers) -> None:
-    """Refuse to compare models that do not share a vocabulary."""
-    for text, tokens in notes.samples:
-        if list(tokens) != await asker.hold(asker.engine.tokenize(asker.model, text)):
+async def _check_same_tokenizer(client: EngineClient, answers: ReferenceAnswers) -> None:
+    """Raise if the candidate tokenizes text differently from the reference: their distributions cannot be compared."""
+    for text, tokens in answers.tokenizer_samples:
+        if list(tokens) != await client.run(client.engine.tokenize(client.model, text)):
             raise InputError(
-                "the two deployments cut the same text into different tokens",
-                hint="a candidate is the reference's own model in another form",
+                "the reference and the candidate tokenize the same text differently",
+                hint="give a candidate that is a variant of the reference's model",
             )
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Some of everything."""
+    """The part of the probes and tasks that runs before one checkpoint."""
 
-    reads: Sequence[Read]
-    chats: Sequence[Answered]
-    tasks: Mapping[str, tuple[Task, int, int]]  # and which of its questions
+    texts: Sequence[ScoredText]
+    chats: Sequence[AnsweredChat]
+    tasks: Mapping[str, tuple[Task, int, int]]  # with the range of questions
     last: bool
 
-    async def ask(self, asker: EngineClient, seen: Progression) -> None:
-        """Ask the candidate, and note how it compares."""
-        engine, model = asker.engine, asker.model
-        talks = [engine.score(model, one.tokens, places(one.tokens), top=TOP) for one in self.reads]
-        for read, spots in zip(self.reads, await asker.hold_all(talks), strict=True):
-            seen.texts.append(fidelity.compare(read.kind, read.spots, spots))
-        prompts = await asker.hold_all(engine.render(model, one.messages) for one in self.chats)
-        replies = await asker.hold_all(engine.answer(model, prompt, most=MOST, top=1) for prompt in prompts)
+    async def run(self, client: EngineClient, results: CandidateResults) -> None:
+        """Query the candidate, compare its answers with the reference's, and add the outcome to the results."""
+        engine, model = client.engine, client.model
+        scorings = await client.run_all(
+            engine.score(model, one.tokens, scored_positions(one.tokens), top=TOP_LOGPROBS) for one in self.texts
+        )
+        for text, distributions in zip(self.texts, scorings, strict=True):
+            results.comparisons.append(fidelity.compare(text.kind, text.distributions, distributions))
+        prompts = await client.run_all(engine.render(model, one.messages) for one in self.chats)
+        replies = await client.run_all(
+            engine.answer(model, prompt, max_tokens=MAX_ANSWER_TOKENS, top=1) for prompt in prompts
+        )
         for chat, answer in zip(self.chats, replies, strict=True):
-            self._note(chat, answer, seen)
-        for name, (exam, begin, end) in self.tasks.items():
-            seen.scores.setdefault(name, []).extend(await exam.sit(asker, begin, end))
+            self._add_answer(chat, answer, results)
+        for name, (task, begin, end) in self.tasks.items():
+            results.scores.setdefault(name, []).extend(await task.run(client, begin, end))
 
-    def _note(self, chat: Answered, answer: Answer, seen: Progression) -> None:
-        spoiled = fidelity.diverged(chat.answer.tokens, chat.answer.places, answer.tokens)
-        seen.spoiled.setdefault(chat.kind, []).append(spoiled)
-        if spoiled:
+    def _add_answer(self, chat: AnsweredChat, answer: Answer, results: CandidateResults) -> None:
+        diverged = fidelity.diverged(chat.answer.tokens, chat.answer.distributions, answer.tokens)
+        results.diverged.setdefault(chat.kind, []).append(diverged)
+        if diverged:
             question = chat.messages[-1]["content"]
-            seen.pairs.append(
+            results.pairs.append(
                 Pair(kind=chat.kind, question=question[-600:], reference=chat.answer.text, candidate=answer.text)
             )
 
 
-def _batches(notes: ReferenceAnswers, order: EvaluateSpec, context: int) -> Iterator[Batch]:
-    """Yield what the reference was asked, some of everything at a time, as far as the candidate has room for it."""
-    chats = [one for one in notes.answered if one.room < context]
-    for before, share in pairwise((0.0, *LOOKS)):
+def _batches(answers: ReferenceAnswers, spec: EvaluateSpec, context: int) -> Iterator[Batch]:
+    """Yield one batch for each checkpoint, without the chats that exceed the candidate's context."""
+    chats = [one for one in answers.chats if one.context_tokens < context]
+    for before, share in pairwise((0.0, *CHECKPOINTS)):
 
         def cut(count: int, before: float = before, share: float = share) -> slice:
             return slice(round(before * count), round(share * count))
 
-        parts = {name: (exam, cut(exam.size)) for name, exam in order.tasks.items()}
+        parts = {name: (task, cut(task.size)) for name, task in spec.tasks.items()}
         yield Batch(
-            notes.reads[cut(len(notes.reads))],
+            answers.texts[cut(len(answers.texts))],
             chats[cut(len(chats))],
-            {name: (exam, part.start, part.stop) for name, (exam, part) in parts.items()},
-            last=share == LOOKS[-1],
+            {name: (task, part.start, part.stop) for name, (task, part) in parts.items()},
+            last=share == CHECKPOINTS[-1],
         )
 
 
-def _figures(order: EvaluateSpec, notes: ReferenceAnswers, seen: Progression) -> list[Figure]:
-    """Return every figure, of all texts and of each class; the floor bounds those of all texts."""
-    bounds, found = order.floor.fidelity, []
+def _figures(spec: EvaluateSpec, answers: ReferenceAnswers, results: CandidateResults) -> list[Figure]:
+    """Return every figure, over all texts and for each class; only figures over all texts have a bound."""
+    bounds, found = spec.floor.fidelity, []
     for name in fidelity.FIGURES:
-        for kind in ("", *sorted({one.kind for one in seen.texts})):
-            texts = [one for one in seen.texts if kind in ("", one.kind)]
+        for kind in ("", *sorted({one.kind for one in results.comparisons})):
+            texts = [one for one in results.comparisons if kind in ("", one.kind)]
             if texts:
-                interval = fidelity.interval(texts, name, level=LEVEL)
+                interval = fidelity.interval(texts, name, level=CONFIDENCE)
                 found.append(gate.figure(name, kind, interval, len(texts), None if kind else bounds.get(name)))
-    parts = {f"spoiled_{kind}": told for kind, told in seen.spoiled.items()}
-    for name, told in {"spoiled": list(chain(*parts.values())), **parts}.items():
+    by_kind = {f"diverged_{kind}": diverged for kind, diverged in results.diverged.items()}
+    for name, diverged in {"diverged": list(chain(*by_kind.values())), **by_kind}.items():
         assert name in FIDELITY
-        found.append(gate.figure(name, "", wilson(sum(told), len(told), z=z_of(LEVEL)), len(told), bounds.get(name)))
-    for name, scores in seen.scores.items():
-        floor = order.floor.tasks.get(name)
-        interval = questions.recovery(notes.tasks[name][: len(scores)], scores, level=LEVEL)
+        interval = wilson(sum(diverged), len(diverged), z=z_of(CONFIDENCE))
+        found.append(gate.figure(name, "", interval, len(diverged), bounds.get(name)))
+    for name, scores in results.scores.items():
+        floor = spec.floor.tasks.get(name)
+        interval = questions.recovery(answers.task_scores[name][: len(scores)], scores, level=CONFIDENCE)
         found.append(gate.figure(f"{name} recovery", "", interval, len(scores), floor.recovery if floor else None))
     return found
+
+
+make_callable(__name__)

@@ -1,4 +1,4 @@
-"""Hold talks with a running engine: many at once, each question after the answer before it."""
+"""HTTP client of a running engine: runs the exchanges that its adapter defines, several concurrently."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from powerband.errors import EngineFailed
 from powerband.runtime.replica import Replica
 
 T = TypeVar("T")
-_PATIENCE_S = 300.0
+_TIMEOUT_S = 300.0
 
 
 class EngineClient:
-    """One running engine, ready to be asked."""
+    """Sends requests to one running engine."""
 
-    def __init__(self, replica: Replica, model: str, *, at_once: int) -> None:
+    def __init__(self, replica: Replica, model: str, *, concurrency: int) -> None:
         self.engine: Engine[Any] = replica.engine
-        self.url, self.model, self.at_once = replica.url, model, at_once
-        limits = httpx.Limits(max_keepalive_connections=at_once if replica.engine.keeps_connections else 0)
+        self.url, self.model, self.concurrency = replica.url, model, concurrency
+        limits = httpx.Limits(max_keepalive_connections=concurrency if replica.engine.keep_alive else 0)
         self._http = httpx.AsyncClient(
-            base_url=replica.url, headers=replica.request_headers, timeout=_PATIENCE_S, limits=limits
+            base_url=replica.url, headers=replica.request_headers, timeout=_TIMEOUT_S, limits=limits
         )
 
     async def __aenter__(self) -> EngineClient:
@@ -34,38 +34,38 @@ class EngineClient:
     async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
-    async def hold(self, talk: Exchange[T]) -> T:
-        """Ask every question of a talk, and return what came of it."""
+    async def run(self, exchange: Exchange[T]) -> T:
+        """Send each request that an exchange yields, and return its result."""
         try:
-            ask = next(talk)
+            request = next(exchange)
             while True:
-                ask = talk.send(await self._post(ask.path, ask.body))
+                request = exchange.send(await self._post(request.path, request.body))
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
 
-    async def hold_all(self, talks: Iterable[Exchange[T]]) -> list[T]:
-        """Hold many, so many at once as the engine serves; the results are in order."""
-        gate = asyncio.Semaphore(self.at_once)
+    async def run_all(self, exchanges: Iterable[Exchange[T]]) -> list[T]:
+        """Run exchanges, at most `concurrency` at a time; the results are in the order of the exchanges."""
+        semaphore = asyncio.Semaphore(self.concurrency)
 
-        async def one(talk: Exchange[T]) -> T:
-            async with gate:
-                return await self.hold(talk)
+        async def run_one(exchange: Exchange[T]) -> T:
+            async with semaphore:
+                return await self.run(exchange)
 
-        return list(await asyncio.gather(*(one(talk) for talk in talks)))
+        return list(await asyncio.gather(*(run_one(exchange) for exchange in exchanges)))
 
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         try:
-            answer = await self._http.post(path, json=body)
+            response = await self._http.post(path, json=body)
         except httpx.HTTPError as error:
             raise EngineFailed(
-                f"{path} was not answered: {error or type(error).__name__}",
+                f"the engine did not answer POST {path}: {error or type(error).__name__}",
                 hint="read the engine's log",
                 failure="no_answer",
             ) from None
-        if answer.status_code != 200:
+        if response.status_code != 200:
             raise EngineFailed(
-                f"{path} was refused (HTTP {answer.status_code}): {answer.text[:300]}",
-                hint="does the deployment's context hold the probes? give it more",
+                f"the engine answered POST {path} with HTTP {response.status_code}: {response.text[:300]}",
+                hint="if the prompt exceeds the context, increase the deployment's context length",
                 failure="no_answer",
             )
-        return dict(answer.json())
+        return dict(response.json())

@@ -1,4 +1,4 @@
-"""What the reference said, kept so that it is asked once."""
+"""The reference's answers to all probes and tasks, cached so that the reference runs once."""
 
 from __future__ import annotations
 
@@ -10,87 +10,105 @@ from typing import Any
 
 from powerband.core.scoring import Answer, TokenDistribution
 from powerband.evaluate.engine_client import EngineClient
-from powerband.evaluate.probes import LONGEST, MOST, Answered, Chat, Probes, Read, places
+from powerband.evaluate.probes import (
+    MAX_ANSWER_TOKENS,
+    MAX_TEXT_TOKENS,
+    AnsweredChat,
+    Chat,
+    Probes,
+    ScoredText,
+    scored_positions,
+)
 from powerband.evaluate.tasks import Task
 from powerband.store import runs
 
-_SAMPLES = 4
+_TOKENIZER_SAMPLES = 4
 
 
 @dataclass(frozen=True)
 class ReferenceAnswers:
-    """The reference's word on every probe."""
+    """What the reference answered to every probe and task."""
 
-    samples: tuple[tuple[str, tuple[int, ...]], ...]  # some texts and their tokens
-    reads: tuple[Read, ...]
-    answered: tuple[Answered, ...]
-    tasks: dict[str, tuple[float, ...]]  # each question's score
+    tokenizer_samples: tuple[tuple[str, tuple[int, ...]], ...]  # a few texts and their tokens
+    texts: tuple[ScoredText, ...]
+    chats: tuple[AnsweredChat, ...]
+    task_scores: dict[str, tuple[float, ...]]  # by task, for each question
 
     @property
-    def kinds(self) -> set[str]:
-        """Return the kinds of chats."""
-        return {one.kind for one in self.answered}
+    def chat_kinds(self) -> set[str]:
+        """Return the kinds of the chats."""
+        return {one.kind for one in self.chats}
 
     def write(self, path: Path) -> None:
-        """Keep them."""
+        """Write the answers to a cache file."""
         data = {
-            "samples": self.samples,
-            "reads": [[one.kind, one.tokens, one.spots] for one in self.reads],
-            "answered": [[one.kind, one.messages, one.answer, one.room] for one in self.answered],
-            "tasks": self.tasks,
+            "samples": self.tokenizer_samples,
+            "reads": [[one.kind, one.tokens, one.distributions] for one in self.texts],
+            "answered": [[one.kind, one.messages, one.answer, one.context_tokens] for one in self.chats],
+            "tasks": self.task_scores,
         }
         runs.write_atomic(path, json.dumps(data))
 
     @classmethod
     def read(cls, path: Path) -> ReferenceAnswers:
-        """Read them back."""
+        """Read the answers from a cache file."""
         data = json.loads(path.read_text())
         return cls(
-            samples=tuple((text, tuple(tokens)) for text, tokens in data["samples"]),
-            reads=tuple(Read(kind, tuple(tokens), _spots(spots)) for kind, tokens, spots in data["reads"]),
-            answered=tuple(
-                Answered(kind, tuple(messages), Answer(tuple(tokens), _spots(spots), text), room)
-                for kind, messages, (tokens, spots, text), room in data["answered"]
+            tokenizer_samples=tuple((text, tuple(tokens)) for text, tokens in data["samples"]),
+            texts=tuple(ScoredText(kind, tuple(tokens), _distributions(top)) for kind, tokens, top in data["reads"]),
+            chats=tuple(
+                AnsweredChat(kind, tuple(messages), Answer(tuple(tokens), _distributions(top), text), context_tokens)
+                for kind, messages, (tokens, top, text), context_tokens in data["answered"]
             ),
-            tasks={name: tuple(scores) for name, scores in data["tasks"].items()},
+            task_scores={name: tuple(scores) for name, scores in data["tasks"].items()},
         )
 
 
-def _spots(data: Sequence[Any]) -> tuple[TokenDistribution, ...]:
+def _distributions(data: Sequence[Any]) -> tuple[TokenDistribution, ...]:
     return tuple(TokenDistribution(logprob, tuple((token, value) for token, value in top)) for logprob, top in data)
 
 
-async def ask_reference(
-    asker: EngineClient, probes: Probes, exams: Mapping[str, Task], *, top: int, context: int
+async def collect_reference_answers(
+    client: EngineClient, probes: Probes, tasks: Mapping[str, Task], *, top: int, context: int
 ) -> ReferenceAnswers:
-    """Ask all of it."""
-    engine, model = asker.engine, asker.model
-    tokens = await asker.hold_all(engine.tokenize(model, one.text) for one in probes.texts)
-    cut = [tuple(one[: min(LONGEST, context - 8)]) for one in tokens]
-    spots = await asker.hold_all(engine.score(model, one, places(one), top=top) for one in cut)
-    reads = tuple(Read(text.kind, one, tuple(found)) for text, one, found in zip(probes.texts, cut, spots, strict=True))
-    answered = await _converse(asker, probes.chats, top=top, context=context)
-    scores = {name: tuple(await exam.sit(asker, 0, exam.size)) for name, exam in exams.items()}
-    samples = tuple((text.text, tuple(one)) for text, one in zip(probes.texts[:_SAMPLES], tokens, strict=False))
-    return ReferenceAnswers(samples, reads, answered, scores)
+    """Run every probe and task against the reference."""
+    engine, model = client.engine, client.model
+    tokens = await client.run_all(engine.tokenize(model, one.text) for one in probes.texts)
+    cut = [tuple(one[: min(MAX_TEXT_TOKENS, context - 8)]) for one in tokens]
+    scorings = await client.run_all(engine.score(model, one, scored_positions(one), top=top) for one in cut)
+    texts = tuple(
+        ScoredText(text.kind, one, tuple(distributions))
+        for text, one, distributions in zip(probes.texts, cut, scorings, strict=True)
+    )
+    chats = await _answer_chats(client, probes.chats, top=top, context=context)
+    scores = {name: tuple(await task.run(client, 0, task.size)) for name, task in tasks.items()}
+    first_texts = probes.texts[:_TOKENIZER_SAMPLES]
+    samples = tuple((text.text, tuple(one)) for text, one in zip(first_texts, tokens, strict=False))
+    return ReferenceAnswers(samples, texts, chats, scores)
 
 
-async def _converse(asker: EngineClient, chats: Sequence[Chat], *, top: int, context: int) -> tuple[Answered, ...]:
-    """Answer every chat turn by turn; what comes of the last turn is kept."""
-    engine, model = asker.engine, asker.model
-    said: list[list[dict[str, str]]] = [[] for _ in chats]
-    last: list[Answered | None] = [None] * len(chats)
+async def _answer_chats(
+    client: EngineClient, chats: Sequence[Chat], *, top: int, context: int
+) -> tuple[AnsweredChat, ...]:
+    """Answer every chat turn by turn; return the last answer of each that fits the context."""
+    engine, model = client.engine, client.model
+    messages: list[list[dict[str, str]]] = [[] for _ in chats]
+    last: list[AnsweredChat | None] = [None] * len(chats)
     for turn in range(max(len(one.turns) for one in chats)):
-        speaking = [number for number, one in enumerate(chats) if len(one.turns) > turn]
-        for number in speaking:
-            said[number].append({"role": "user", "content": chats[number].turns[turn]})
-        prompts = await asker.hold_all(engine.render(model, said[number]) for number in speaking)
+        active = [number for number, one in enumerate(chats) if len(one.turns) > turn]
+        for number in active:
+            messages[number].append({"role": "user", "content": chats[number].turns[turn]})
+        prompts = await client.run_all(engine.render(model, messages[number]) for number in active)
         fitting = [
-            (number, prompt) for number, prompt in zip(speaking, prompts, strict=True) if len(prompt) + MOST < context
+            (number, prompt)
+            for number, prompt in zip(active, prompts, strict=True)
+            if len(prompt) + MAX_ANSWER_TOKENS < context
         ]
-        answers = await asker.hold_all(engine.answer(model, prompt, most=MOST, top=top) for _, prompt in fitting)
+        answers = await client.run_all(
+            engine.answer(model, prompt, max_tokens=MAX_ANSWER_TOKENS, top=top) for _, prompt in fitting
+        )
         for (number, prompt), answer in zip(fitting, answers, strict=True):
-            room = len(prompt) + MOST
-            last[number] = Answered(chats[number].kind, tuple(said[number]), answer, room)
-            said[number] = [*said[number], {"role": "assistant", "content": answer.text}]
+            context_tokens = len(prompt) + MAX_ANSWER_TOKENS
+            last[number] = AnsweredChat(chats[number].kind, tuple(messages[number]), answer, context_tokens)
+            messages[number] = [*messages[number], {"role": "assistant", "content": answer.text}]
     return tuple(one for one in last if one is not None)

@@ -1,4 +1,4 @@
-"""Tasks that a running deployment sits: questions with checks, or a task of lm-evaluation-harness."""
+"""Tasks to run against a deployment: questions with checkable answers, or a task of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -19,49 +19,51 @@ from powerband.runtime import installations
 
 
 class Task(Protocol):
-    """A task: so many questions, each of which scores something."""
+    """A list of questions, each with a score."""
 
     @property
     def size(self) -> int:
-        """Return how many questions there are."""
+        """Return the number of questions."""
 
     @property
     def digest(self) -> str:
-        """Return what tells this task from others."""
+        """Return a hash of the questions, for cache keys."""
 
-    async def sit(self, asker: EngineClient, begin: int, end: int) -> list[float]:
-        """Ask some of the questions; return each one's score."""
+    async def run(self, client: EngineClient, begin: int, end: int) -> list[float]:
+        """Ask the questions from `begin` up to `end`; return the score of each."""
 
 
 @dataclass(frozen=True)
 class QuestionTask:
-    """Questions of our own or of the user."""
+    """Questions from the built-in `recall` task or from a user's file."""
 
     questions: tuple[Question, ...]
 
     @property
     def size(self) -> int:
-        """All of them."""
+        """Return the number of questions."""
         return len(self.questions)
 
     @property
     def digest(self) -> str:
-        """By every word."""
+        """Return a hash of all questions and their answers."""
         return hashlib.sha256(json.dumps(self.questions).encode()).hexdigest()
 
-    async def sit(self, asker: EngineClient, begin: int, end: int) -> list[float]:
-        """Each question is a chat of its own."""
-        engine, model, asked = asker.engine, asker.model, self.questions[begin:end]
-        chats = [[{"role": "user", "content": one.prompt}] for one in asked]
-        prompts = await asker.hold_all(engine.render(model, chat) for chat in chats)
-        talks = [engine.answer(model, prompt, most=one.most, top=1) for prompt, one in zip(prompts, asked, strict=True)]
-        said = await asker.hold_all(talks)
-        return [float(questions.right(one, answer.text)) for one, answer in zip(asked, said, strict=True)]
+    async def run(self, client: EngineClient, begin: int, end: int) -> list[float]:
+        """Ask each question in a separate chat; a correct answer scores 1."""
+        engine, model, chosen = client.engine, client.model, self.questions[begin:end]
+        chats = [[{"role": "user", "content": one.prompt}] for one in chosen]
+        prompts = await client.run_all(engine.render(model, chat) for chat in chats)
+        answers = await client.run_all(
+            engine.answer(model, prompt, max_tokens=one.most, top=1)
+            for prompt, one in zip(prompts, chosen, strict=True)
+        )
+        return [float(questions.is_correct(one, answer.text)) for one, answer in zip(chosen, answers, strict=True)]
 
 
 @dataclass(frozen=True)
 class HarnessTask:
-    """A task of lm-evaluation-harness on local data; its rows are taken from all over the file."""
+    """A task of lm-evaluation-harness on selected rows of a local file."""
 
     task: str
     data: Path
@@ -71,17 +73,17 @@ class HarnessTask:
 
     @property
     def size(self) -> int:
-        """The rows that were chosen."""
+        """Return the number of selected rows."""
         return len(self.rows)
 
     @property
     def digest(self) -> str:
-        """By the data, the rows and how they are asked."""
+        """Return a hash of the data, the task and the selected rows."""
         parts = [self.data.read_text(), json.dumps([self.task, list(self.rows)])]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
-    async def sit(self, asker: EngineClient, begin: int, end: int) -> list[float]:
-        """One process asks them all."""
+    async def run(self, client: EngineClient, begin: int, end: int) -> list[float]:
+        """Score the rows in one lm-eval process."""
         chosen = self.rows[begin:end]
         if not chosen:
             return []
@@ -92,24 +94,26 @@ class HarnessTask:
                 self.python,
                 self.task,
                 folder=folder,
-                url=asker.url,
-                model=asker.model,
+                url=client.url,
+                model=client.model,
                 tokenizer=self.tokenizer,
                 samples=chosen,
-                at_once=asker.at_once,
+                concurrency=client.concurrency,
             )
-            if last := await installations.run_step(step, log=folder / "log"):
+            if error := await installations.run_step(step, log=folder / "log"):
                 raise EngineFailed(
-                    f"lm-eval could not ask {self.task}: {last}", hint="is it a task's own data?", failure="no_answer"
+                    f"lm-eval failed on {self.task}: {error}",
+                    hint=f"check that {self.data} has the data set's own fields",
+                    failure="no_answer",
                 )
             return lm_eval.scores(folder, chosen)
 
 
 def spread(rows: Sequence[int], count: int) -> list[int]:
-    """Return so many rows from all over, in an order whose every beginning is from all over too."""
-    wanted = min(count, len(rows))
-    chosen = [rows[number * len(rows) // wanted] for number in range(wanted)]
-    return [row for offset in range(8) for row in chosen[_MIXED[offset] :: 8]]
+    """Return up to `count` evenly spaced rows, ordered so that each eighth of them spans all rows."""
+    size = min(count, len(rows))
+    chosen = [rows[number * len(rows) // size] for number in range(size)]
+    return [row for offset in range(8) for row in chosen[_OFFSETS[offset] :: 8]]
 
 
-_MIXED = (0, 4, 2, 6, 1, 5, 3, 7)
+_OFFSETS = (0, 4, 2, 6, 1, 5, 3, 7)  # bit-reversed, so that successive eighths fill the gaps evenly

@@ -1,1 +1,1 @@
-"""How answers are judged, one way per file: arithmetic only; the stage `evaluate` asks the engines."""
+"""Metrics and graders of answers. They send no requests: the stage `evaluate` queries the engines."""

@@ -1,4 +1,4 @@
-"""How answers are marked; run by lm-evaluation-harness's own interpreter. The higher the score, the better."""
+"""Graders of task answers, run by lm-evaluation-harness in its own interpreter. A higher score is better."""
 
 import json
 import math
@@ -10,47 +10,47 @@ from collections.abc import Callable
 from typing import Any
 
 Doc = dict[str, Any]
-Mark = dict[str, float]
+Score = dict[str, float]
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-_PATIENCE_S = 10
+_TIMEOUT_S = 10
 
 
-def number(doc: Doc, results: list[str]) -> Mark:
-    """The last number before the next question is the answer's."""
-    wanted = float(doc["answer"].split("####")[-1].strip().replace(",", ""))
-    said = _NUMBER.findall(results[0].split("Question:")[0])
-    return {"score": float(bool(said) and float(said[-1].replace(",", "")) == wanted)}
+def number(doc: Doc, results: list[str]) -> Score:
+    """Score 1 if the last number before the next 'Question:' is the expected one."""
+    expected = float(doc["answer"].split("####")[-1].strip().replace(",", ""))
+    numbers = _NUMBER.findall(results[0].split("Question:")[0])
+    return {"score": float(bool(numbers) and float(numbers[-1].replace(",", "")) == expected)}
 
 
-def letter(doc: Doc, results: list[str]) -> Mark:
-    """The first of the letters A to D."""
+def letter(doc: Doc, results: list[str]) -> Score:
+    """Score 1 if the first letter from A to D is the expected one."""
     found = re.search(r"\b([A-D])\b", results[0])
     return {"score": float(found is not None and "ABCD".index(found[1]) == doc["answer"])}
 
 
-def passes(doc: Doc, results: list[str]) -> Mark:
-    """The function that was written passes its own tests, run apart with a time limit."""
+def passes(doc: Doc, results: list[str]) -> Score:
+    """Score 1 if the generated function passes the task's tests, in a separate process with a time limit."""
     body = re.split(r"\n(?=\S)", results[0])[0]
     whole = f"{doc['prompt']}{body}\n\n{doc['test']}\n\ncheck({doc['entry_point']})\n"
     with tempfile.TemporaryDirectory() as folder:
         try:
             done = subprocess.run(
-                [sys.executable, "-I", "-c", whole], cwd=folder, capture_output=True, timeout=_PATIENCE_S
+                [sys.executable, "-I", "-c", whole], cwd=folder, capture_output=True, timeout=_TIMEOUT_S
             )
         except subprocess.TimeoutExpired:
             return {"score": 0.0}
     return {"score": float(done.returncode == 0)}
 
 
-def bytes_per_bit(doc: Doc, results: list[Any]) -> Mark:
-    """How many bytes of a page a bit tells: the more, the better the page was foreseen."""
+def bytes_per_bit(doc: Doc, results: list[Any]) -> Score:
+    """Score a page by its bytes per bit of information: the better the model predicts the page, the higher."""
     found = results[0]
     likelihood = float(found[0] if isinstance(found, (list, tuple)) else found)
     return {"score": len(doc["page"].encode()) / (-likelihood / math.log(2))}
 
 
-def _count(found: int, wanted: int, relation: str | None) -> bool:
-    return found < wanted if relation == "less than" else found >= wanted
+def _count(found: int, expected: int, relation: str | None) -> bool:
+    return found < expected if relation == "less than" else found >= expected
 
 
 def _words(text: str) -> list[str]:
@@ -70,7 +70,7 @@ def _has(word: str, text: str) -> bool:
     return re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) is not None
 
 
-# The instructions of IFEval that need no language detector and no sentence splitter.
+# IFEval instructions that can be checked without a language detector or a sentence splitter.
 INSTRUCTIONS: dict[str, Callable[[str, Doc], bool]] = {
     "punctuation:no_comma": lambda text, _: "," not in text,
     "length_constraints:number_words": lambda text, k: _count(len(_words(text)), k["num_words"], k["relation"]),
@@ -105,14 +105,14 @@ INSTRUCTIONS: dict[str, Callable[[str, Doc], bool]] = {
 }
 
 
-def followed(doc: Doc, results: list[str]) -> Mark:
-    """The share of a prompt's instructions that were followed; an empty answer follows none."""
-    said = results[0]
-    told = zip(doc["instruction_id_list"], doc["kwargs"], strict=True)
-    kept = [bool(said.strip()) and INSTRUCTIONS[name](said, wanted) for name, wanted in told]
-    return {"score": sum(kept) / len(kept)}
+def followed(doc: Doc, results: list[str]) -> Score:
+    """Score the share of a prompt's instructions that the answer follows; an empty answer follows none."""
+    text = results[0]
+    instructions = zip(doc["instruction_id_list"], doc["kwargs"], strict=True)
+    passed = [bool(text.strip()) and INSTRUCTIONS[name](text, kwargs) for name, kwargs in instructions]
+    return {"score": sum(passed) / len(passed)}
 
 
-def markable(docs: Any) -> Any:
-    """Keep the prompts all of whose instructions are known."""
+def gradable(docs: Any) -> Any:
+    """Keep the prompts whose instructions can all be checked."""
     return docs.filter(lambda doc: all(name in INSTRUCTIONS for name in doc["instruction_id_list"]))

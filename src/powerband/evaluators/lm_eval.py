@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: in an environment of its own, against the served endpoint, on local data."""
+"""lm-evaluation-harness: installed in a separate environment, run against the served endpoint on local data."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from powerband.core.host import Host
 from powerband.errors import InputError
 from powerband.evaluators import graders
 
-_READS = ("wikitext",)  # tasks that ask how likely a text is, not for an answer
-_RUNS_CODE = ("humaneval",)
+_LIKELIHOOD_TASKS = ("wikitext",)  # score the log-likelihood of a given text instead of an answer
+_CODE_TASKS = ("humaneval",)  # run code that the model writes
 
 
 class LmEval:
-    """The tool, as something that is installed."""
+    """lm-evaluation-harness as an installable tool."""
 
     name: ClassVar[str] = "lmeval"
     default_version: ClassVar[str | None] = "0.4.13"
     help_args: ClassVar[tuple[str, ...]] = ("-m", "lm_eval", "--help")
 
     def install_plan(self, version: str, host: Host) -> InstallPlan:
-        """The requests and the tokenizers come along; torch does not."""
+        """Install lm-eval with its API client and tokenizers, without torch."""
         python = "{home}/bin/python"
         pip = (python, "-m", "pip", "install", "--quiet")
         return InstallPlan(
@@ -32,7 +32,7 @@ class LmEval:
             version=version,
             build="api",
             steps=(
-                Step(title="make an environment", argv=("{python}", "-m", "venv", "{home}")),
+                Step(title="create a virtual environment", argv=("{python}", "-m", "venv", "{home}")),
                 Step(
                     title=f"install lm-eval {version}",
                     argv=(*pip, f"lm-eval[api]=={version}", "transformers", "jinja2"),
@@ -43,26 +43,26 @@ class LmEval:
         )
 
 
-def check(task: str, *, tells_prompts: bool, run_code: bool) -> None:
-    """Refuse what cannot be run here, before anything starts."""
-    if task in _READS and not tells_prompts:
+def check(task: str, *, echoes_prompt_logprobs: bool, run_code: bool) -> None:
+    """Raise if a task cannot run: the engine lacks prompt log-probabilities, or running code is not allowed."""
+    if task in _LIKELIHOOD_TASKS and not echoes_prompt_logprobs:
         raise InputError(
-            f"{task} asks how likely a given text is, which llama-server's OpenAI endpoint does not tell",
-            hint="perplexity_ratio asks the same, and is part of every evaluation",
+            f"{task} needs log-probabilities of prompt tokens, which llama-server's OpenAI endpoint does not return",
+            hint=f"omit --task {task}: perplexity_ratio measures the same and is part of every evaluation",
         )
-    if task in _RUNS_CODE and not run_code:
-        raise InputError(f"{task} runs code that a model wrote on this machine", hint="allow it with --run-code")
+    if task in _CODE_TASKS and not run_code:
+        raise InputError(f"{task} runs code that the model writes on this machine", hint="allow it with --run-code")
 
 
-def write(folder: Path, described: str, data: Path) -> None:
-    """Write a task and its marks where the harness is told to look."""
+def write(folder: Path, task_yaml: str, data: Path) -> None:
+    """Write a task definition and its graders to the folder that `--include_path` names."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "task.yaml").write_text(described.replace("{data}", str(data)))
-    (folder / "marks.py").write_text(Path(graders.__file__).read_text())
+    (folder / "task.yaml").write_text(task_yaml.replace("{data}", str(data)))
+    (folder / "graders.py").write_text(Path(graders.__file__).read_text())
 
 
 def rows(task: str, data: Path) -> list[int]:
-    """Return which rows of the data the task asks."""
+    """Return the rows of the data that the task can grade."""
     lines = [line for line in data.read_text().splitlines() if line.strip()]
     if task == "ifeval":
         lines = [line for line in lines if graders.INSTRUCTIONS.keys() >= set(json.loads(line)["instruction_id_list"])]
@@ -70,28 +70,36 @@ def rows(task: str, data: Path) -> list[int]:
 
 
 def command(
-    python: str, task: str, *, folder: Path, url: str, model: str, tokenizer: str, samples: Sequence[int], at_once: int
+    python: str,
+    task: str,
+    *,
+    folder: Path,
+    url: str,
+    model: str,
+    tokenizer: str,
+    samples: Sequence[int],
+    concurrency: int,
 ) -> Step:
-    """Return the command that asks some rows; `samples_*.jsonl` under the folder tell each one's score."""
-    told = {"model": model, "base_url": f"{url}/v1/completions", "num_concurrent": at_once, "max_retries": 3}
-    if task in _READS:
-        told |= {"tokenizer": tokenizer, "tokenizer_backend": "huggingface", "max_length": 1024}
+    """Return the command that scores the given rows; it writes each score to `samples_*.jsonl` under the folder."""
+    model_args = {"model": model, "base_url": f"{url}/v1/completions", "num_concurrent": concurrency, "max_retries": 3}
+    if task in _LIKELIHOOD_TASKS:
+        model_args |= {"tokenizer": tokenizer, "tokenizer_backend": "huggingface", "max_length": 1024}
     else:
-        told |= {"tokenizer_backend": "None", "tokenized_requests": "False"}
+        model_args |= {"tokenizer_backend": "None", "tokenized_requests": "False"}
     argv = [python, "-m", "lm_eval", "run", "--model", "local-completions"]
-    argv += ["--model_args", ",".join(f"{key}={value}" for key, value in told.items())]
+    argv += ["--model_args", ",".join(f"{key}={value}" for key, value in model_args.items())]
     argv += ["--tasks", f"powerband_{task}", "--include_path", str(folder), "--batch_size", "1"]
     argv += ["--samples", json.dumps({f"powerband_{task}": list(samples)})]
-    argv += ["--log_samples", "--output_path", str(folder / "said")]
-    argv += ["--confirm_run_unsafe_code"] if task in _RUNS_CODE else []
+    argv += ["--log_samples", "--output_path", str(folder / "output")]
+    argv += ["--confirm_run_unsafe_code"] if task in _CODE_TASKS else []
     env = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "hub"), "OPENAI_API_KEY": "none"}
-    return Step(title=f"ask {len(samples)} of {task}", argv=tuple(argv), env=env)
+    return Step(title=f"score {len(samples)} rows of {task}", argv=tuple(argv), env=env)
 
 
 def scores(folder: Path, samples: Sequence[int]) -> list[float]:
-    """Read what each row scored."""
+    """Return the score of each row."""
     found: dict[int, float] = {}
-    for file in (folder / "said").rglob("samples_*.jsonl"):
+    for file in (folder / "output").rglob("samples_*.jsonl"):
         for line in file.read_text().splitlines():
             row = json.loads(line)
             found[row["doc_id"]] = float(row["score"])

@@ -1,4 +1,4 @@
-"""A task of our own that needs no data, easy enough for the smallest models: tell again what the question says."""
+"""The built-in task `recall`: repeat a fact from the prompt. It needs no data, and the smallest models can do it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _THINGS = (
     "basket", "candle", "helmet", "mirror", "pencil", "rocket", "saddle", "teapot", "violin", "wallet", "anchor",
     "button",
 )  # fmt: skip
-_ASKED = (
+_TEMPLATES = (
     ("{name} has {count} {thing}s. How many {thing}s does {name} have?", "{count}"),
     ("Repeat this sentence word for word: {name} has {count} {thing}s.", "{name} has {count} {thing}s."),
     (
@@ -26,10 +26,10 @@ _ASKED = (
 
 
 def questions(count: int) -> tuple[Question, ...]:
-    """Return the task, the same at every call; its kinds take turns."""
+    """Return the first `count` questions; they are the same in every call, and the templates alternate."""
     rng, found = random.Random(20), []
     for number in range(count):
-        told = {"name": rng.choice(_NAMES), "thing": rng.choice(_THINGS), "count": rng.randrange(11, 99)}
-        prompt, answer = _ASKED[number % len(_ASKED)]
-        found.append(Question(prompt.format(**told), answer.format(**told), most=16))
+        values = {"name": rng.choice(_NAMES), "thing": rng.choice(_THINGS), "count": rng.randrange(11, 99)}
+        prompt, answer = _TEMPLATES[number % len(_TEMPLATES)]
+        found.append(Question(prompt.format(**values), answer.format(**values), most=16))
     return tuple(found)

@@ -1,4 +1,7 @@
-"""The stage `export`: a recipe in the words of other systems. One target per file; each returns files by name."""
+"""The stage `export`: a recipe as Compose, Kubernetes, Ray Serve, systemd, Grafana or Prometheus files.
+
+Each module but `container` is one target, with a function `files` that returns the files by name.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ TARGETS = tuple(
 
 
 def export(recipe: Recipe, to: str) -> dict[str, str]:
-    """Return the files of a target, by their names."""
+    """Return the files of a target, by name."""
     if to not in TARGETS:
-        raise InputError(f"there is no target '{to}'.{did_you_mean(to, TARGETS)}", hint=", ".join(TARGETS))
+        raise InputError(
+            f"unknown export target '{to}'.{did_you_mean(to, TARGETS)}", hint=f"targets: {', '.join(TARGETS)}"
+        )
     found: dict[str, str] = importlib.import_module(f"powerband.export.{to.replace('-', '_')}").files(recipe)
     return found

@@ -1,4 +1,4 @@
-"""The plain command line, as it was proven."""
+"""A shell script with the command line that was measured."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from powerband.core.recipe import Recipe
 
 
 def files(recipe: Recipe) -> dict[str, str]:
-    """Return a shell script."""
+    """Return the script."""
     return {"serve.sh": f"#!/bin/sh\n# {recipe.summary}\nexec env {recipe.command}\n"}

@@ -1,4 +1,4 @@
-"""Docker Compose: the engine, with Prometheus and Grafana beside it."""
+"""Docker Compose: the engine, Prometheus and Grafana."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 from powerband.core.recipe import Recipe
 from powerband.export import alerts, grafana
-from powerband.export.container import PORT, Container, container, text
+from powerband.export.container import PORT, Container, container, to_yaml
 
-_BOARDS = "/var/lib/grafana/dashboards"
-_SOURCE = {
+_DASHBOARDS = "/var/lib/grafana/dashboards"
+_DATASOURCE = {
     "name": "prometheus",
     "type": "prometheus",
     "access": "proxy",
@@ -19,7 +19,7 @@ _SOURCE = {
 
 
 def files(recipe: Recipe) -> dict[str, str]:
-    """Return the Compose file and what it mounts."""
+    """Return the Compose file and the files that it mounts."""
     one = container(recipe)
     scrape = {
         "global": {"scrape_interval": "5s"},
@@ -43,17 +43,19 @@ def files(recipe: Recipe) -> dict[str, str]:
             "volumes": [
                 "./datasource.yaml:/etc/grafana/provisioning/datasources/powerband.yaml:ro",
                 "./provider.yaml:/etc/grafana/provisioning/dashboards/powerband.yaml:ro",
-                f"./dashboard.json:{_BOARDS}/powerband.json:ro",
+                f"./dashboard.json:{_DASHBOARDS}/powerband.json:ro",
             ],
             "ports": ["127.0.0.1:3000:3000"],
         },
     }
     return {
-        "compose.yaml": text({"name": f"powerband-{one.name}", "services": services}),
-        "prometheus.yaml": text(scrape),
-        "datasource.yaml": text({"apiVersion": 1, "datasources": [_SOURCE]}),
-        "provider.yaml": text({"apiVersion": 1, "providers": [{"name": "powerband", "options": {"path": _BOARDS}}]}),
-        **alerts.names(recipe.deployment["engine"]),
+        "compose.yaml": to_yaml({"name": f"powerband-{one.name}", "services": services}),
+        "prometheus.yaml": to_yaml(scrape),
+        "datasource.yaml": to_yaml({"apiVersion": 1, "datasources": [_DATASOURCE]}),
+        "provider.yaml": to_yaml(
+            {"apiVersion": 1, "providers": [{"name": "powerband", "options": {"path": _DASHBOARDS}}]}
+        ),
+        **alerts.recording_rules(recipe.deployment["engine"]),
         **alerts.files(recipe),
         **grafana.files(recipe),
     }
@@ -73,7 +75,7 @@ def _engine(one: Container) -> dict[str, Any]:
         "restart": "unless-stopped",
     }
     if one.weights:
-        found["volumes"] = [f"{one.weights}:{one.mounted}:ro"]
+        found["volumes"] = [f"{one.weights}:{one.mount_path}:ro"]
     if one.gpus:
         devices = [{"driver": "nvidia", "count": one.gpus, "capabilities": ["gpu"]}]
         found["deploy"] = {"resources": {"reservations": {"devices": devices}}}

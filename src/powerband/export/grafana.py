@@ -1,4 +1,4 @@
-"""A Grafana dashboard of a fleet."""
+"""A Grafana dashboard for a fleet."""
 
 from __future__ import annotations
 
@@ -7,56 +7,56 @@ from typing import Any
 
 from powerband.core.recipe import Recipe
 
-# title, unit, and what is drawn
+# title, unit, and queries by legend
 PANELS: tuple[tuple[str, str, dict[str, str]], ...] = (
-    ("First token", "s", {
+    ("Time to first token (TTFT)", "s", {
         "p50": "histogram_quantile(0.5, sum by (le) (rate(powerband_ttft_seconds_bucket[5m])))",
         "p95": "histogram_quantile(0.95, sum by (le) (rate(powerband_ttft_seconds_bucket[5m])))",
     }),
-    ("Between tokens", "s", {
+    ("Time per output token (TPOT)", "s", {
         "p50": "histogram_quantile(0.5, sum by (le) (rate(powerband_tpot_seconds_bucket[5m])))",
         "p95": "histogram_quantile(0.95, sum by (le) (rate(powerband_tpot_seconds_bucket[5m])))",
     }),
-    ("Wait in the queue", "s", {
+    ("Queue time", "s", {
         "p95": "histogram_quantile(0.95, sum by (le) (rate(powerband_queue_seconds_bucket[5m])))",
     }),
-    ("Whole answer", "s", {
+    ("End-to-end latency", "s", {
         "p95": "histogram_quantile(0.95, sum by (le) (rate(powerband_e2e_seconds_bucket[5m])))",
     }),
-    ("Requests", "reqps", {
-        "answered": "sum by (model) (rate(powerband_e2e_seconds_count[1m]))",
-        "refused": "sum by (code) (rate(powerband_refusals_total[1m]))",
+    ("Requests per second", "reqps", {
+        "completed": "sum by (model) (rate(powerband_e2e_seconds_count[1m]))",
+        "rejected": "sum by (code) (rate(powerband_refusals_total[1m]))",
     }),
-    ("Tokens a second", "short", {
-        "read": "sum by (model) (rate(powerband_prompt_tokens_total[1m]))",
-        "written": "sum by (model) (rate(powerband_output_tokens_total[1m]))",
+    ("Tokens per second", "short", {
+        "prompt": "sum by (model) (rate(powerband_prompt_tokens_total[1m]))",
+        "output": "sum by (model) (rate(powerband_output_tokens_total[1m]))",
     }),
-    ("Waiting and running", "short", {
-        "waiting": "sum by (model) (powerband_queue_depth)", "running": "sum by (replica) (powerband_running)",
+    ("Queued and running requests", "short", {
+        "queued": "sum by (model) (powerband_queue_depth)", "running": "sum by (replica) (powerband_running)",
     }),
-    ("Replicas", "short", {"ready": "powerband_replicas_ready", "wanted": "powerband_replicas_wanted"}),
-    ("KV cache", "percentunit", {"use": "powerband_kv_use"}),
-    ("Prefix cache", "percentunit", {
+    ("Replicas", "short", {"ready": "powerband_replicas_ready", "desired": "powerband_replicas_wanted"}),
+    ("KV cache", "percentunit", {"used": "powerband_kv_use"}),
+    ("Prefix-cache hit rate", "percentunit", {
         "hits": "rate(powerband_prefix_hits_tokens_total[5m]) / rate(powerband_prefix_queries_tokens_total[5m])",
     }),
-    ("In time", "percentunit", {
+    ("TTFT within SLO", "percentunit", {
         "share": 'sum(rate(powerband_ttft_late_total{late="no"}[5m])) / sum(rate(powerband_ttft_late_total[5m]))',
     }),
-    ("Guesses accepted", "percentunit", {
-        "share": "rate(powerband_spec_accepted_tokens_total[5m]) / rate(powerband_spec_drafted_tokens_total[5m])",
+    ("Draft acceptance rate", "percentunit", {
+        "accepted": "rate(powerband_spec_accepted_tokens_total[5m]) / rate(powerband_spec_drafted_tokens_total[5m])",
     }),
-    ("Put back for want of KV cache", "short", {"preemptions": "rate(powerband_preemptions_total[5m])"}),
-    ("Start-up", "s", {"of each replica": "powerband_replica_startup_seconds"}),
+    ("Preemptions per second", "short", {"preemptions": "rate(powerband_preemptions_total[5m])"}),
+    ("Replica start time", "s", {"last start": "powerband_replica_startup_seconds"}),
     ("Cost", "currencyUSD", {"by tenant": "powerband_tenant_usd"}),
-    ("Overflows", "short", {"to the fallback": "powerband_overflows"}),
+    ("Requests sent to the fallback model", "short", {"overflows": "powerband_overflows"}),
 )  # fmt: skip
-_WIDTH, _HEIGHT, _ACROSS = 8, 7, 3
+_WIDTH, _HEIGHT, _COLUMNS = 8, 7, 3
 
 
 def files(recipe: Recipe) -> dict[str, str]:
     """Return the dashboard."""
     panels = [_panel(number, *one) for number, one in enumerate(PANELS)]
-    board = {
+    dashboard = {
         "title": f"Powerband: {recipe.name}",
         "uid": "powerband-fleet",
         "schemaVersion": 39,
@@ -64,11 +64,11 @@ def files(recipe: Recipe) -> dict[str, str]:
         "time": {"from": "now-1h", "to": "now"},
         "panels": panels,
     }
-    return {"dashboard.json": json.dumps(board, indent=1) + "\n"}
+    return {"dashboard.json": json.dumps(dashboard, indent=1) + "\n"}
 
 
-def _panel(number: int, title: str, unit: str, drawn: dict[str, str]) -> dict[str, Any]:
-    row, column = divmod(number, _ACROSS)
+def _panel(number: int, title: str, unit: str, queries: dict[str, str]) -> dict[str, Any]:
+    row, column = divmod(number, _COLUMNS)
     return {
         "id": number + 1,
         "type": "timeseries",
@@ -76,7 +76,7 @@ def _panel(number: int, title: str, unit: str, drawn: dict[str, str]) -> dict[st
         "gridPos": {"x": column * _WIDTH, "y": row * _HEIGHT, "w": _WIDTH, "h": _HEIGHT},
         "fieldConfig": {"defaults": {"unit": unit}},
         "targets": [
-            {"refId": chr(ord("A") + place), "expr": query, "legendFormat": name}
-            for place, (name, query) in enumerate(drawn.items())
+            {"refId": chr(ord("A") + index), "expr": query, "legendFormat": name}
+            for index, (name, query) in enumerate(queries.items())
         ],
     }

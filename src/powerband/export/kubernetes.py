@@ -1,4 +1,4 @@
-"""Kubernetes: a deployment with probes, a service, a disruption budget, scaling by load, and an inference pool."""
+"""Kubernetes: Deployment, Service, PodDisruptionBudget, HorizontalPodAutoscaler and InferencePool."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Any
 
 from powerband.core.recipe import Recipe
 from powerband.export import alerts
-from powerband.export.container import PORT, Container, container, text
+from powerband.export.container import PORT, Container, container, to_yaml
 
 _PICKER = "powerband-picker"
-_ROOM = 1.25  # of the memory that was seen
+_MEMORY_MARGIN = 1.25  # requested memory over measured memory
 
 
 def files(recipe: Recipe) -> dict[str, str]:
     """Return the manifests."""
     one = container(recipe)
-    manifests = text(_deployment(one), _service(one), _budget(one), _scaler(one, recipe), _pool(one))
-    return {"kubernetes.yaml": manifests, **alerts.names(recipe.deployment["engine"]), **alerts.files(recipe)}
+    manifests = to_yaml(_deployment(one), _service(one), _budget(one), _scaler(one, recipe), _pool(one))
+    return {"kubernetes.yaml": manifests, **alerts.recording_rules(recipe.deployment["engine"]), **alerts.files(recipe)}
 
 
 def _meta(one: Container, suffix: str = "") -> dict[str, Any]:
@@ -31,7 +31,7 @@ def _deployment(one: Container) -> dict[str, Any]:
     probe = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 5}
     resources: dict[str, Any] = {}
     if one.memory_bytes:
-        resources = {"requests": {"memory": f"{int(_ROOM * one.memory_bytes) // 2**20}Mi"}}
+        resources = {"requests": {"memory": f"{int(_MEMORY_MARGIN * one.memory_bytes) // 2**20}Mi"}}
     if one.gpus:
         resources["limits"] = {"nvidia.com/gpu": str(one.gpus)}
     engine = {
@@ -47,7 +47,7 @@ def _deployment(one: Container) -> dict[str, Any]:
     }
     pod: dict[str, Any] = {"terminationGracePeriodSeconds": 660, "containers": [engine]}
     if one.weights:
-        engine["volumeMounts"] = [{"name": "weights", "mountPath": one.mounted, "readOnly": True}]
+        engine["volumeMounts"] = [{"name": "weights", "mountPath": one.mount_path, "readOnly": True}]
         pod["volumes"] = [{"name": "weights", "hostPath": {"path": one.weights}}]
     return {
         "apiVersion": "apps/v1",
@@ -80,7 +80,10 @@ def _budget(one: Container) -> dict[str, Any]:
 
 
 def _scaler(one: Container, recipe: Recipe) -> dict[str, Any]:
-    """By how many requests one replica was proven to answer at once; an adapter brings Prometheus' series here."""
+    """Return an autoscaler whose target is the measured concurrency of one replica.
+
+    The metric comes from Prometheus, through an adapter such as prometheus-adapter or KEDA.
+    """
     metric = {
         "type": "Pods",
         "pods": {
@@ -94,7 +97,7 @@ def _scaler(one: Container, recipe: Recipe) -> dict[str, Any]:
 
 
 def _pool(one: Container) -> dict[str, Any]:
-    """Of the Gateway API Inference Extension, with our picker."""
+    """Return an InferencePool of the Gateway API Inference Extension, with our picker."""
     return {
         "apiVersion": "inference.networking.k8s.io/v1",
         "kind": "InferencePool",

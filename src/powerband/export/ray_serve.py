@@ -1,4 +1,4 @@
-"""Ray Serve's LLM config; vLLM only, which is the one engine that it runs."""
+"""Ray Serve's LLM config, for vLLM only: Ray Serve runs no other engine."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 from powerband.core.recipe import Recipe
 from powerband.errors import InputError
-from powerband.export.container import deployment, text
+from powerband.export.container import deployment, to_yaml
 
 
 def files(recipe: Recipe) -> dict[str, str]:
-    """Return the config of `serve run`."""
+    """Return the config for `serve run`."""
     own = deployment(recipe)
     if own.engine != "vllm":
         raise InputError(
-            f"Ray Serve runs vLLM, and this recipe is for {own.engine}", hint="use 'powerband serve --launcher ray'"
+            f"Ray Serve supports only vLLM; this recipe uses {own.engine}", hint="use 'powerband serve --launcher ray'"
         )
     knobs: dict[str, Any] = own.config.model_dump(mode="json", exclude_defaults=True)
     environment = {**knobs.pop("extra_env", {}), **{name: one for name, one in knobs.items() if name.isupper()}}
@@ -31,4 +31,4 @@ def files(recipe: Recipe) -> dict[str, str]:
         "import_path": "ray.serve.llm:build_openai_app",
         "args": {"llm_configs": [model]},
     }
-    return {"serve.yaml": text({"applications": [application]})}
+    return {"serve.yaml": to_yaml({"applications": [application]})}

@@ -1,4 +1,4 @@
-"""A systemd unit that runs the recipe as a fleet, and again whenever it ends."""
+"""A systemd unit that serves the recipe as a fleet, and restarts it when it exits."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ WantedBy=multi-user.target
 
 
 def files(recipe: Recipe) -> dict[str, str]:
-    """Return the unit, and the recipe that it reads."""
+    """Return the unit and the recipe that it serves."""
     name = container(recipe).name
     return {f"powerband-{name}.service": _UNIT.format(name=name), "recipe.yaml": recipe.to_text()}

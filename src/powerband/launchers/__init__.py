@@ -1,1 +1,1 @@
-"""Where replicas run."""
+"""Launchers: start replicas."""

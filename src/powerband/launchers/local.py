@@ -1,4 +1,4 @@
-"""Run a replica on this machine: find the engine, refuse what cannot work, start it."""
+"""Run a replica on this machine: find the engine, check the deployment, start it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from powerband.runtime import devices, installations, model_files, ports
 from powerband.runtime.replica import Replica
 from powerband.store import runs
 
-_TRIES_FOR_A_PORT = 3
+_PORT_ATTEMPTS = 3
 
 
 class Prepared:
-    """A deployment that passed every check, with all that is needed to start it."""
+    """A checked deployment, with its installation, model, host and problems."""
 
     def __init__(self, deployment: Deployment[Any], *, installation: Installation, model: Model, host: Host) -> None:
         self.deployment, self.installation, self.model, self.host = deployment, installation, model, host
@@ -35,14 +35,14 @@ class Prepared:
         ]
 
     def command(self, port: int) -> Command | None:
-        """Return what to run; None for a server that is running already."""
+        """Return the command that starts the engine; None: attach to a running server."""
         if self.engine.attaches:
             return None
         return self.engine.command(self.deployment, installation=self.installation, port=port)
 
 
 def prepare(deployment: Deployment[Any], *, engine_path: str | None = None, force: bool = False) -> Prepared:
-    """Check a deployment against the engine, the model's files and this machine; raise on the first refusal."""
+    """Check a deployment against engine, model files and this machine; raise if it cannot work, unless `force`."""
     engine = engines.get(deployment.engine)
     host = devices.this_host()
     model = Model(source=deployment.variant.source)
@@ -51,7 +51,7 @@ def prepare(deployment: Deployment[Any], *, engine_path: str | None = None, forc
         deployment = _with_absolute_source(deployment)
     for knob, path in engine.files(deployment).items():
         if not Path(path).expanduser().exists():
-            raise InputError(f"{knob}: there is no file {path}", hint="check the path")
+            raise InputError(f"{knob}: file {path} not found", hint="check the path")
     installation = installations.find(deployment.engine, version=deployment.engine_version, path=engine_path)
     prepared = Prepared(deployment, installation=installation, model=model, host=host)
     refusals = [problem for problem in prepared.problems if problem.severity == "refuse"]
@@ -61,8 +61,8 @@ def prepare(deployment: Deployment[Any], *, engine_path: str | None = None, forc
 
 
 def _with_absolute_source(deployment: Deployment[Any]) -> Deployment[Any]:
-    """A command that is printed and kept must mean the same wherever it is pasted."""
-    source = model_files.anywhere(deployment.variant.source)
+    """Make the model path absolute, so that the printed command works in every directory."""
+    source = model_files.absolute_source(deployment.variant.source)
     if source == deployment.variant.source:
         return deployment
     variant = deployment.variant.model_copy(update={"source": source})
@@ -76,34 +76,36 @@ def _memory_problems(footprint: Footprint, deployment: Deployment[Any], host: Ho
     need, free = footprint.start_bytes(), host.available_bytes
     if footprint.one_node and host.numa_nodes:
         free = min(free, host.numa_nodes[0].available_bytes)
-    parts = {
+    sizes = {
         "weights": footprint.weights_bytes,
         "KV cache": footprint.kv_bytes,
         "activations": footprint.activations_bytes,
-        "the server itself": footprint.overhead_bytes,
+        "server overhead": footprint.overhead_bytes,
     }
-    listed = ", ".join(f"{name} {about_bytes(size)}" for name, size in parts.items() if size)
+    listed = ", ".join(f"{name} {about_bytes(size)}" for name, size in sizes.items() if size)
     lower = f"lower {', or '.join(footprint.lower)}" if footprint.lower else "free some memory"
     if need > free:
-        sentence = f"it needs about {about_bytes(need)} ({listed}) and {about_bytes(free)} is free"
+        sentence = f"the deployment needs about {about_bytes(need)} of memory ({listed}); {about_bytes(free)} is free"
         return [Problem(rule="memory", sentence=sentence, hint=lower)]
     if need + footprint.growth_bytes > free:
         grown = about_bytes(footprint.growth_bytes)
-        sentence = f"it fits now, but may grow by {grown} while it serves and {about_bytes(free - need)} would be left"
-        return [Problem(rule="memory-growth", sentence=sentence, hint="set cache_ram (MiB)", severity="warn")]
+        sentence = f"memory use can grow by {grown} while serving; {about_bytes(free - need)} is free after the start"
+        return [
+            Problem(rule="memory-growth", sentence=sentence, hint="set cache_ram (in MiB) to limit it", severity="warn")
+        ]
     return []
 
 
 def _gpu_memory_problems(footprint: Footprint, deployment: Deployment[Any], host: Host) -> list[Problem]:
-    """Each GPU's part of the weights and the KV cache must fit into what is free of it."""
+    """Check that each GPU has enough free memory for its share of the weights and the KV cache."""
     ways, allowed = footprint.gpu_ways, deployment.placement.gpus
     gpus = [gpu for gpu in host.gpus if allowed is None or gpu.index in allowed][:ways]
     need = ((footprint.weights_bytes or 0) + (footprint.kv_bytes or 0)) // ways + footprint.activations_bytes
     for gpu in gpus:
         if need > gpu.free_bytes:
-            sentence = f"each GPU would hold about {about_bytes(need)} and GPU {gpu.index} ({gpu.name}) has "
+            sentence = f"each GPU needs about {about_bytes(need)}; GPU {gpu.index} ({gpu.name}) has "
             sentence += f"{about_bytes(gpu.free_bytes)} free"
-            hint = "raise tensor_parallel_size, use a smaller scheme, or free the GPU"
+            hint = "raise tensor_parallel_size, use a smaller quantization scheme, or free the GPU"
             return [Problem(rule="memory", sentence=sentence, hint=hint)]
     return []
 
@@ -117,13 +119,13 @@ async def launch(
     stop_grace_s: float = 3.0,
     on_change: Callable[[Replica, str], None] = lambda *_: None,
 ) -> AsyncIterator[Replica]:
-    """Start a prepared deployment and yield it ready; a port that was lost to a stranger is picked anew."""
+    """Start a prepared deployment and yield the ready replica; retry with another port if the port was taken."""
     deployment = prepared.deployment
     directory = directory or runs.new_run(deployment.served_name)
-    for left in range(_TRIES_FOR_A_PORT - 1, -1, -1):
+    for attempts_left in range(_PORT_ATTEMPTS - 1, -1, -1):
         with _port(prepared) as port:
             command = prepared.command(port.number if port else 0)
-            _note(directory, deployment, command)
+            _write_run_files(directory, deployment, command)
             replica = Replica(
                 deployment=deployment,
                 engine=prepared.engine,
@@ -138,7 +140,7 @@ async def launch(
             try:
                 await replica.__aenter__()
             except EngineFailed as error:
-                if error.failure != "port_taken" or deployment.placement.port is not None or not left:
+                if error.failure != "port_taken" or deployment.placement.port is not None or not attempts_left:
                     raise
                 continue
             try:
@@ -149,7 +151,7 @@ async def launch(
 
 
 def attach(prepared: Prepared, url: str, *, directory: Path) -> Replica:
-    """Return a replica that somebody else runs; it goes on running afterwards."""
+    """Return a replica of a running server, which is not stopped afterwards."""
     engine, deployment = prepared.engine, prepared.deployment
     return Replica(deployment=deployment, engine=engine, command=None, url=url, port=None, directory=directory)
 
@@ -161,13 +163,13 @@ def _port(prepared: Prepared) -> contextlib.AbstractContextManager[ports.Port | 
     return ports.reserve(placement.host, placement.port)
 
 
-def _note(directory: Path, deployment: Deployment[Any], command: Command | None) -> None:
+def _write_run_files(directory: Path, deployment: Deployment[Any], command: Command | None) -> None:
     (directory / "deployment.yaml").write_text(deployment.to_text())
     if command is not None:
-        (directory / "command.sh").write_text(f"#!/bin/sh\n{paste(command)}\n")
+        (directory / "command.sh").write_text(f"#!/bin/sh\n{shell_line(command)}\n")
 
 
-def paste(command: Command) -> str:
-    """Return the command as one line that anyone can paste into a shell."""
+def shell_line(command: Command) -> str:
+    """Return the command as one line for a shell."""
     env = [f"{key}={shlex.quote(value)}" for key, value in command.env.items()]
     return " ".join([*env, shlex.join(command.argv)])

@@ -1,1 +1,1 @@
-"""Sending: when (arrivals), what (prompts), how (the wire), and a schedule driven to its end (generator)."""
+"""The load generator: arrival times (arrivals), request texts (prompts), HTTP client (wire), run (generator)."""

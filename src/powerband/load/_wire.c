@@ -1,8 +1,8 @@
-/* The compiled hand of the load generator: one thread, one epoll, no Python in the hot path.
+/* The HTTP client of the load generator: one thread with one epoll instance, no Python in the hot path.
  *
- * Requests are bytes that were encoded before. Each is written at its due time on a warm connection; every read is
- * stamped with CLOCK_MONOTONIC, the stream is cut into server-sent events, and of an event only one thing is asked
- * here: does it carry content. JSON is parsed later, from the few lines that are kept. `pure.py` is the same in Python.
+ * Requests are encoded in advance. Each is written at its due time on an open connection. Every read is timestamped
+ * with CLOCK_MONOTONIC and split into server-sent events, and events with content are counted. JSON is parsed later,
+ * from the few lines that are kept. `python_wire.py` implements the same interface in Python.
  */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
@@ -45,17 +45,17 @@ typedef struct Request {
     size_t size, written;
     int64_t *times;
     size_t count, room;
-    Buffer kept;             /* the lines that JSON is read from later; all of them where `whole` */
+    Buffer kept;             /* lines whose JSON is parsed later; all lines if `whole` */
     struct Request *next;
 } Request;
 
 typedef struct Connection {
     int fd, connecting, served, state, closing, waits_to_write, extension;
-    int64_t left;            /* bytes left of the body or of the chunk */
+    int64_t left;            /* remaining bytes of the body or chunk */
     Buffer head, line;
     Request *request;
-    struct Connection *previous, *following; /* in the list of idle ones; of the dead ones, `following` */
-    size_t place;            /* in the list of all */
+    struct Connection *previous, *following; /* links of the idle list; the dead list uses `following` */
+    size_t place;            /* index in `all` */
     int idle, dead;
 } Connection;
 
@@ -71,19 +71,19 @@ typedef struct {
     struct sockaddr_storage address;
     socklen_t address_size;
     int family;
-    int64_t limit;           /* most requests in flight; 0: no limit */
-    /* shared, under the lock */
+    int64_t limit;           /* maximum number of requests in flight; 0: no limit */
+    /* shared between threads, protected by the lock */
     Request *incoming_first, *incoming_last;
     Request *finished_first, *finished_last;
     int stopping, quitting, warm;
-    /* seen from outside without the lock */
-    volatile int64_t in_flight, silent, worst_wake; /* silent: in flight, and nothing has come */
-    /* the loop's own */
+    /* read by other threads without the lock */
+    volatile int64_t in_flight, silent, worst_wake; /* silent: in flight without a first token */
+    /* used only by the event loop */
     Slot *heap;
     size_t heap_size, heap_room;
     Chain *chains;
     size_t chain_room;
-    Request *waiting_first, *waiting_last; /* due, and held back by the limit */
+    Request *waiting_first, *waiting_last; /* due, but over the limit */
     Connection *idle, *dead;
     Connection **all;
     size_t all_size, all_room;
@@ -119,7 +119,7 @@ static void discard(Request *request) {
     free(request);
 }
 
-/* ---- when: a heap by due time ---- */
+/* ---- scheduling: a heap by due time ---- */
 
 static void push(Wire *wire, Request *request) {
     wire->heap = grow(wire->heap, &wire->heap_room, wire->heap_size + 1, sizeof(Slot));
@@ -173,7 +173,7 @@ static void hang_up(Wire *wire, Connection *c) {
     Connection *last = wire->all[--wire->all_size];
     wire->all[c->place] = last;
     last->place = c->place;
-    c->dead = 1; /* an event of this round may still name it */
+    c->dead = 1; /* a pending event of this epoll_wait may still refer to it */
     c->following = wire->dead;
     wire->dead = c;
 }
@@ -243,7 +243,7 @@ static void finish(Wire *wire, Request *request, int outcome) {
     if (write(wire->bell, &ring, sizeof ring) < 0) { }
 }
 
-static void release(Wire *wire) { /* a place is free: who waits for one? */
+static void release(Wire *wire) { /* start waiting requests while the limit allows */
     while (wire->waiting_first && (!wire->limit || wire->in_flight < wire->limit)) {
         Request *next = wire->waiting_first;
         if (!(wire->waiting_first = next->next)) wire->waiting_last = NULL;
@@ -259,7 +259,7 @@ static void lose(Wire *wire, Connection *c) {
     c->request = NULL;
     hang_up(wire, c);
     if (!request) return;
-    if (reused && silent && !request->retried) { /* an idle connection that the server had closed */
+    if (reused && silent && !request->retried) { /* the server had closed the idle connection */
         request->retried = 1;
         request->written = 0;
         wire->in_flight--;
@@ -301,7 +301,7 @@ static void start(Wire *wire, Request *request) {
     if (!c->connecting) send_more(wire, c);
 }
 
-/* ---- reading an answer ---- */
+/* ---- reading a response ---- */
 
 static int carries_content(const char *line, size_t size) {
     static const char *keys[] = {"\"content\":", "\"text\":", "\"reasoning_content\":", "\"reasoning\":", "\"arguments\":"};
@@ -317,7 +317,7 @@ static int carries_content(const char *line, size_t size) {
     return 0;
 }
 
-static int holds(const char *line, size_t size, const char *key) { /* "key": something that is not null */
+static int holds(const char *line, size_t size, const char *key) { /* the key has a value other than null */
     const char *at = memmem(line, size, key, strlen(key)), *end = line + size;
     if (!at) return 0;
     at += strlen(key);
@@ -386,7 +386,7 @@ static void read_head(Connection *c) {
     else { c->state = BODY_UNTIL_CLOSE; c->closing = 1; }
 }
 
-static int take(Wire *wire, Connection *c, const char *data, size_t size, int64_t when) { /* 0: this is no HTTP */
+static int take(Wire *wire, Connection *c, const char *data, size_t size, int64_t when) { /* 0: not HTTP */
     while (size && c->state != COMPLETE) {
         size_t step;
         switch (c->state) {
@@ -416,7 +416,7 @@ static int take(Wire *wire, Connection *c, const char *data, size_t size, int64_
             char digit = *data++;
             size--;
             if (digit == '\n') { c->state = c->left ? CHUNK_DATA : TRAILER; c->extension = 0; }
-            else if (c->extension || digit == ';') c->extension = 1; /* nobody uses it, and it may be there */
+            else if (c->extension || digit == ';') c->extension = 1; /* skip chunk extensions */
             else if (digit >= '0' && digit <= '9') c->left = c->left * 16 + digit - '0';
             else if ((digit | 32) >= 'a' && (digit | 32) <= 'f') c->left = c->left * 16 + (digit | 32) - 'a' + 10;
             else if (digit != '\r' && digit != ' ') return 0;
@@ -433,7 +433,7 @@ static int take(Wire *wire, Connection *c, const char *data, size_t size, int64_
             if (*data == '\n') c->state = CHUNK_SIZE;
             data++, size--;
             break;
-        case TRAILER: /* an empty line ends the answer */
+        case TRAILER: /* an empty line ends the response */
             if (*data == '\n') { if (!c->left) c->state = COMPLETE; c->left = 0; }
             else if (*data != '\r') c->left = 1;
             data++, size--;
@@ -481,7 +481,7 @@ static void connected(Wire *wire, Connection *c) {
     else { interest(wire, c, 0); rest(wire, c); }
 }
 
-/* ---- the loop ---- */
+/* ---- event loop ---- */
 
 static void accept_incoming(Wire *wire) {
     uint64_t count;
@@ -571,9 +571,9 @@ static void *loop(void *self) {
         if (wire->armed && woken > wire->armed && woken - wire->armed > wire->worst_wake)
             wire->worst_wake = woken - wire->armed;
         for (int i = 0; i < n; i++) {
-            void *who = events[i].data.ptr;
-            if (who == &wire->wake) accept_incoming(wire);
-            else if (who == &wire->timer) {
+            void *source = events[i].data.ptr;
+            if (source == &wire->wake) accept_incoming(wire);
+            else if (source == &wire->timer) {
                 uint64_t count;
                 if (read(wire->timer, &count, sizeof count) < 0) { }
                 wire->armed = 0;
@@ -589,9 +589,9 @@ static void *loop(void *self) {
             pthread_mutex_unlock(&wire->lock);
             bury(wire);
             if (quit) return NULL;
-            continue; /* what this round reported is gone */
+            continue; /* the connections of these events are closed */
         }
-        send_due(wire); /* first what is due, then what has come */
+        send_due(wire); /* send due requests before reading responses */
         for (int i = 0; i < n; i++) {
             Connection *c = events[i].data.ptr;
             if ((void *)c == &wire->wake || (void *)c == &wire->timer) continue;
@@ -605,7 +605,7 @@ static void *loop(void *self) {
     }
 }
 
-/* ---- Python's side ---- */
+/* ---- Python interface ---- */
 
 static int64_t thread_cpu_ns(Wire *wire) {
     clockid_t clock;
@@ -648,7 +648,7 @@ static int Wire_init(PyObject *object, PyObject *args, PyObject *keywords) {
     watch(wire, wire->wake, &wire->wake);
     watch(wire, wire->timer, &wire->timer);
     if (pthread_create(&wire->thread, NULL, loop, wire)) {
-        PyErr_SetString(PyExc_OSError, "no thread to send from");
+        PyErr_SetString(PyExc_OSError, "cannot create the sender thread");
         return -1;
     }
     wire->running = 1;
@@ -778,15 +778,15 @@ static void Wire_dealloc(PyObject *object) {
 
 static PyMethodDef Wire_methods[] = {
     {"submit", Wire_submit, METH_VARARGS, "submit(id, due_ns, data, chain, after_ns, whole)"},
-    {"warm", Wire_warm, METH_VARARGS, "warm(count): open that many connections now"},
-    {"collect", Wire_collect, METH_VARARGS, "collect(seconds): what has ended, waiting at most that long"},
-    {"stop", Wire_stop, METH_NOARGS, "stop(): cancel whatever is not answered"},
-    {"state", Wire_state, METH_NOARGS, "state(): requests in flight, lateness, CPU time"},
-    {"close", Wire_close, METH_NOARGS, "close(): cancel everything and end the thread"},
+    {"warm", Wire_warm, METH_VARARGS, "warm(count): open this many idle connections"},
+    {"collect", Wire_collect, METH_VARARGS, "collect(seconds): requests that have ended; waits at most this long"},
+    {"stop", Wire_stop, METH_NOARGS, "stop(): cancel all unanswered requests"},
+    {"state", Wire_state, METH_NOARGS, "state(): requests in flight, worst wake-up delay, CPU time"},
+    {"close", Wire_close, METH_NOARGS, "close(): cancel all requests and end the thread"},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot Wire_slots[] = {
-    {Py_tp_doc, "One thread that sends and reads."},
+    {Py_tp_doc, "A thread that sends requests and reads responses."},
     {Py_tp_init, Wire_init},
     {Py_tp_dealloc, Wire_dealloc},
     {Py_tp_methods, Wire_methods},

@@ -1,4 +1,4 @@
-"""When requests arrive: seeded times in seconds from the start of the clock."""
+"""Arrival times of requests, in seconds from the start of the run, determined by the seed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from powerband.core.workload import Bursts, Closed, Constant, Gamma, Poisson, Re
 
 
 def times_s(workload: Workload, count: int, *, recorded_s: Sequence[float] = ()) -> array[float]:
-    """Return when each of `count` arrivals is due; users of a closed loop all begin at zero."""
+    """Return the due times of `count` arrivals; in a closed loop all are zero."""
     arrivals = workload.arrivals
     rng = random.Random(f"arrivals {workload.seed}")
     if isinstance(arrivals, Closed):
@@ -20,8 +20,8 @@ def times_s(workload: Workload, count: int, *, recorded_s: Sequence[float] = ())
         return _recorded(recorded_s, count, arrivals.rate_per_s)
     rate = arrivals.rate_per_s / (workload.turns.count if workload.turns else 1)
     if isinstance(arrivals, Bursts):
-        every = arrivals.size / rate
-        return array("d", (number // arrivals.size * every for number in range(count)))
+        interval_s = arrivals.size / rate
+        return array("d", (number // arrivals.size * interval_s for number in range(count)))
     return array("d", itertools.islice(itertools.accumulate(_gaps(arrivals, rate, rng)), count))
 
 
@@ -37,10 +37,10 @@ def _gaps(arrivals: Poisson | Gamma | Constant, rate: float, rng: random.Random)
 
 
 def _recorded(recorded_s: Sequence[float], count: int, rate: float | None) -> array[float]:
-    """Return the trace's times, stretched to a rate; beyond its end it begins again."""
+    """Return the recorded times, scaled to a rate; after its end the trace repeats."""
     first, span = recorded_s[0], recorded_s[-1] - recorded_s[0]
     length = len(recorded_s)
     period = span * length / max(1, length - 1) or 1.0
-    stretch = (length / period) / rate if rate else 1.0
-    at = ((recorded_s[number % length] - first) + number // length * period for number in range(count))
-    return array("d", (moment * stretch for moment in at))
+    scale = (length / period) / rate if rate else 1.0
+    times = ((recorded_s[number % length] - first) + number // length * period for number in range(count))
+    return array("d", (at_s * scale for at_s in times))

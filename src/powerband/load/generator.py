@@ -1,4 +1,4 @@
-"""Drive a schedule to its end: every request is sent when it is due, whatever the server does."""
+"""Send traffic on schedule: every request is sent at its due time, independent of the server's answers."""
 
 from __future__ import annotations
 
@@ -16,133 +16,133 @@ from powerband.load.prompts import Messages, Traffic
 from powerband.load.python_wire import Finished
 from powerband.load.wire import Target
 
-_AHEAD_BYTES = 128 * 2**20  # encoded requests that wait for their time
-_AHEAD_REQUESTS = 1000  # of a closed loop
-_AHEAD_S, _NEAR_S = 5.0, 1.0
-_LEAD_NS = 50_000_000
+_MAX_AHEAD_BYTES = 128 * 2**20  # of requests encoded before they are due
+_AHEAD_REQUESTS = 1000  # encoded ahead in a closed loop
+_MAX_AHEAD_S, _MIN_AHEAD_S = 5.0, 1.0  # how long before its due time a request is encoded
+_START_DELAY_NS = 50_000_000
 _TICK_S = 0.05
-_DRAIN_S = 10.0
+_DRAIN_TIMEOUT_S = 10.0
 
 
 @dataclass
 class LoadProgress:
-    """How far a run is."""
+    """The progress of a run."""
 
     elapsed_s: float = 0.0
     finished: int = 0
     in_flight: int = 0
-    silent: int = 0  # in flight, and no token yet
+    awaiting_first_token: int = 0  # requests in flight without a first token
 
 
 @dataclass
 class Run:
-    """What a run left: its records, and how the client itself fared."""
+    """The result of a run: its records, and statistics about the client."""
 
     records: Records = field(default_factory=Records)
     started_ns: int = 0
     prepared_s: float = 0.0
     elapsed_s: float = 0.0
-    client_cpu_s: float = 0.0  # of the thread that sends and reads
-    worst_wake_s: float = 0.0
+    client_cpu_s: float = 0.0  # of the busiest sender thread
+    worst_wake_s: float = 0.0  # longest delay of a timer wake-up
     errors: dict[str, int] = field(default_factory=dict)
-    unsent_due: array[int] = field(default_factory=lambda: array("q"))  # when those were due that were never sent
+    unsent_due: array[int] = field(default_factory=lambda: array("q"))  # due times of requests that were never sent
 
 
 def drive(
     target: Target,
     traffic: Traffic,
     *,
-    limit: int = 0,
+    max_in_flight: int = 0,
     senders: int = 1,
     until: Callable[[LoadProgress, Records], bool] = lambda *_: False,
 ) -> Run:
-    """Send the traffic and record what comes; end when all is answered, or when `until` says so."""
+    """Send the traffic and record the answers, until all requests are answered or `until` returns true."""
     run, began = Run(), time.monotonic()
-    line = wire.connect(target, limit=limit, senders=senders)
+    transport = wire.connect(target, max_in_flight=max_in_flight, senders=senders)
     try:
-        sender = _Sender(line, target, traffic)
+        sender = _Sender(transport, target, traffic)
         sender.top_up()
         if target.keep_alive:
-            line.warm(min(1024, prompts.users(traffic.workload) or 16))
+            transport.warm(min(1024, prompts.users(traffic.workload) or 16))
         run.prepared_s = time.monotonic() - began
-        run.started_ns = time.monotonic_ns() + _LEAD_NS
+        run.started_ns = time.monotonic_ns() + _START_DELAY_NS
         sender.start(run.started_ns)
         try:
-            _follow(line, sender, run, until)
+            _follow(transport, sender, run, until)
         finally:
-            _drain(line, sender, run)
-            state = line.state()
+            _drain(transport, sender, run)
+            state = transport.state()
             run.client_cpu_s, run.worst_wake_s = state["cpu_ns"] / 1e9, state["worst_wake_ns"] / 1e9
             run.elapsed_s = (time.monotonic_ns() - run.started_ns) / 1e9
     finally:
-        line.close()
+        transport.close()
     return run
 
 
-def _follow(line: Any, sender: _Sender, run: Run, until: Callable[[LoadProgress, Records], bool]) -> None:
+def _follow(transport: Any, sender: _Sender, run: Run, until: Callable[[LoadProgress, Records], bool]) -> None:
     progress = LoadProgress()
     while sender.open:
-        for finished in line.collect(_TICK_S):
+        for finished in transport.collect(_TICK_S):
             sender.finish(Finished(*finished), run)
         sender.top_up()
-        state = line.state()
+        state = transport.state()
         progress.elapsed_s = (time.monotonic_ns() - run.started_ns) / 1e9
         progress.finished, progress.in_flight = len(run.records), state["in_flight"]
-        progress.silent = state["silent"]
+        progress.awaiting_first_token = state["silent"]
         if until(progress, run.records):
             return
 
 
-def _drain(line: Any, sender: _Sender, run: Run) -> None:
-    """Cancel what is left and take down what had begun."""
-    line.stop()
-    deadline = time.monotonic() + _DRAIN_S  # not so many looks: each may find one of a thousand
+def _drain(transport: Any, sender: _Sender, run: Run) -> None:
+    """Cancel the remaining requests and record those that were in flight."""
+    transport.stop()
+    deadline = time.monotonic() + _DRAIN_TIMEOUT_S  # not a number of calls: each may return only a few requests
     while sender.outstanding and time.monotonic() < deadline:
-        for finished in line.collect(_TICK_S):
+        for finished in transport.collect(_TICK_S):
             sender.finish(Finished(*finished), run, follow=False)
 
 
 class _Sender:
-    """Encode requests ahead of their time, within a bound of memory, and hand them to the wire."""
+    """Encode requests before they are due, within a memory limit, and submit them to the wire."""
 
-    def __init__(self, line: Any, target: Target, traffic: Traffic) -> None:
-        self.line, self.target, self.traffic = line, target, traffic
+    def __init__(self, transport: Any, target: Target, traffic: Traffic) -> None:
+        self.transport, self.target, self.traffic = transport, target, traffic
         self.users, self.turns = prompts.users(traffic.workload), traffic.turns
-        self.outstanding: dict[int, int] = {}  # id -> bytes
+        self.outstanding: dict[int, int] = {}  # request id -> encoded bytes
         self.bytes_ahead, self.next, self.start_ns = 0, 0, 0
-        self.waiting: list[tuple[int, bytes]] = []  # encoded before the clock is started
-        self.chats: dict[int, Messages] = {}  # of sessions that go on
+        self.waiting: list[tuple[int, bytes]] = []  # encoded before the run starts
+        self.chats: dict[int, Messages] = {}  # of unfinished sessions, by session number
         self.path = "/v1/chat/completions" if traffic.workload.api == "chat" else "/v1/completions"
         self.think_ns = int((traffic.workload.turns.think_s if traffic.workload.turns else 0) * 1e9)
 
     @property
     def open(self) -> bool:
-        """Tell whether anything is still to be sent or answered."""
+        """Return whether any request is still to be sent or answered."""
         return bool(self.outstanding) or self.next < len(self.traffic)
 
     def start(self, start_ns: int) -> None:
-        """Start the clock."""
+        """Start the run at this time and submit the requests encoded so far."""
         self.start_ns = start_ns
         for number, data in self.waiting:
-            self._hand_over(number, data)
+            self._submit(number, data)
         self.waiting.clear()
 
     def top_up(self) -> None:
-        """Encode the next requests while there is room."""
-        by_users = self.users and self.turns > 1  # the next session of a user waits for the last turn
-        most = min(len(self.traffic), self.users) if by_users else len(self.traffic)
+        """Encode the next requests, up to the limits on memory and lead time."""
+        by_users = self.users and self.turns > 1  # a user's next session starts after the last turn of this one
+        end = min(len(self.traffic), self.users) if by_users else len(self.traffic)
         now_s = (time.monotonic_ns() - self.start_ns) / 1e9 if self.start_ns else 0.0
-        while self.next < most and not self._far_enough(now_s):
+        while self.next < end and not self._can_wait(now_s):
             self._open_session(self.next)
             self.next += 1
 
-    def _far_enough(self, now_s: float) -> bool:
-        """Tell whether the next request can wait; never one whose time is near, however many are out."""
-        if self.users:  # one for each user before the clock starts, and then well ahead of them
+    def _can_wait(self, now_s: float) -> bool:
+        """Return whether encoding the next request can wait; it cannot if the request is due soon."""
+        if self.users:  # one request per user before the run starts, more afterwards
             ahead = max(_AHEAD_REQUESTS, 2 * self.users) if self.start_ns else self.users
             return len(self.outstanding) >= ahead
         lead_s = self.traffic.due_s[self.next] - now_s
-        return lead_s > _AHEAD_S or (lead_s > _NEAR_S and self.bytes_ahead >= _AHEAD_BYTES)
+        return lead_s > _MAX_AHEAD_S or (lead_s > _MIN_AHEAD_S and self.bytes_ahead >= _MAX_AHEAD_BYTES)
 
     def _open_session(self, number: int, *, due_ns: int | None = None) -> None:
         chat = self.traffic.messages(number)
@@ -151,7 +151,7 @@ class _Sender:
         data = self._encode(number, 0, chat)
         self._count(number * self.turns, data)
         if self.start_ns:
-            self._hand_over(number, data, due_ns=due_ns)
+            self._submit(number, data, due_ns=due_ns)
         else:
             self.waiting.append((number, data))
 
@@ -159,10 +159,10 @@ class _Sender:
         self.outstanding[request] = len(data)
         self.bytes_ahead += len(data)
 
-    def _hand_over(self, number: int, data: bytes, *, due_ns: int | None = None) -> None:
+    def _submit(self, number: int, data: bytes, *, due_ns: int | None = None) -> None:
         due = due_ns if due_ns is not None else self.start_ns + int(self.traffic.due_s[number] * 1e9)
         chain = number % self.users if self.users and self.turns == 1 else -1
-        self.line.submit(number * self.turns, due, data, chain, 0, self.turns > 1)
+        self.transport.submit(number * self.turns, due, data, chain, 0, self.turns > 1)
 
     def _encode(self, number: int, turn: int, chat: Messages) -> bytes:
         traffic, workload = self.traffic, self.traffic.workload
@@ -184,31 +184,31 @@ class _Sender:
         return self.target.head(self.path, len(data)) + data
 
     def finish(self, finished: Finished, run: Run, *, follow: bool = True) -> None:
-        """Record what ended, and send what waited for it."""
+        """Record a request that has ended, and send the next turn or session that depends on it."""
         request = finished.id
         self.bytes_ahead -= self.outstanding.pop(request, 0)
         if finished.outcome == OUTCOMES.index("cancelled") and not finished.sent:
             run.unsent_due.append(finished.due - self.start_ns)
             return
         lines = list(_json_lines(finished.kept))
-        _record(finished, lines, run, start_ns=self.start_ns, asked=self.traffic.output_tokens[request])
+        _record(finished, lines, run, start_ns=self.start_ns, max_tokens=self.traffic.output_tokens[request])
         if self.turns > 1 and follow:
             self._next_turn(request, finished, lines)
 
     def _next_turn(self, request: int, finished: Finished, lines: list[dict[str, Any]]) -> None:
         number, turn = divmod(request, self.turns)
-        ended = finished.end
+        next_due_ns = finished.end + self.think_ns
         if turn + 1 < self.turns and finished.outcome == 0 and finished.status == 200:
             answer = {"role": "assistant", "content": "".join(map(_content, lines))}
             chat = self.traffic.messages(number, turn=turn + 1, earlier=[*self.chats[number], answer])
             self.chats[number] = chat
             data = self._encode(number, turn + 1, chat)
             self._count(request + 1, data)
-            self.line.submit(request + 1, ended + self.think_ns, data, -1, 0, True)
+            self.transport.submit(request + 1, next_due_ns, data, -1, 0, True)
             return
         self.chats.pop(number, None)
         if self.users and self.next < len(self.traffic):
-            self._open_session(self.next, due_ns=ended + self.think_ns)
+            self._open_session(self.next, due_ns=next_due_ns)
             self.next += 1
 
 
@@ -228,8 +228,8 @@ def _content(event: dict[str, Any]) -> str:
     return ""
 
 
-def _record(finished: Finished, lines: list[dict[str, Any]], run: Run, *, start_ns: int, asked: int) -> None:
-    """Turn what the wire saw into a row."""
+def _record(finished: Finished, lines: list[dict[str, Any]], run: Run, *, start_ns: int, max_tokens: int) -> None:
+    """Add one request to the records."""
     times, status, outcome = array("q", finished.times), finished.status, finished.outcome
     usage: dict[str, Any] = {}
     timings: dict[str, Any] = {}
@@ -240,10 +240,10 @@ def _record(finished: Finished, lines: list[dict[str, Any]], run: Run, *, start_
         for choice in event.get("choices") or ():
             finish = choice.get("finish_reason") or finish
     if outcome or status != 200 or any("error" in event for event in lines):
-        said = f"HTTP {status}" if status not in (0, 200) else OUTCOMES[outcome]
+        error = f"HTTP {status}" if status not in (0, 200) else OUTCOMES[outcome]
         detail = finished.kept.decode("utf-8", "replace")[:200] if status != 200 else ""
         if outcome != OUTCOMES.index("cancelled"):
-            key = " ".join(f"{said} {detail}".split())
+            key = " ".join(f"{error} {detail}".split())
             run.errors[key] = run.errors.get(key, 0) + 1
     run.records.add(
         (min((later - earlier + 500) // 1000, 2**32 - 1) for earlier, later in pairwise(times)),
@@ -257,7 +257,7 @@ def _record(finished: Finished, lines: list[dict[str, Any]], run: Run, *, start_
         outcome=outcome,
         done=1 if finished.done else 0,
         retried=finished.retried,
-        asked=asked,
+        asked=max_tokens,
         prompt=int(usage.get("prompt_tokens") or 0),
         output=int(usage.get("completion_tokens") or 0),
         chunks=len(times),

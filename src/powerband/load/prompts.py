@@ -1,6 +1,6 @@
-"""What is sent: every request of a workload, by number, the same for the same seed.
+"""The requests of a workload, by number; the same seed gives the same requests.
 
-Traffic is kept as columns of numbers; a request's text is made when it is needed, so a million of them fit.
+Traffic is stored as columns of numbers, and texts are generated on demand, so that a million requests fit in memory.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from powerband.errors import InputError
 from powerband.load import arrivals
 from powerband.load.tokens import Vocabulary
 
-_RIVER_WORDS = 1 << 17
-_SALT_BITS, _ODD = 72, 0x9E3779B97F4A7C15F39  # 32 of the seed, 40 of the number
+_POOL_WORDS = 1 << 17
+_SALT_BITS = 72  # 32 bits of the seed, 40 bits of the number
+_SALT_FACTOR = 0x9E3779B97F4A7C15F39  # odd, so that multiplication modulo a power of two is a bijection
 Messages = list[dict[str, str]]
 
 
 @dataclass
 class Traffic:
-    """The requests of one run: when each is due, how long it is, and its text on demand."""
+    """The requests of one run: due times, lengths, and texts on demand."""
 
     workload: Workload
     due_s: array[float]
@@ -43,40 +44,40 @@ class Traffic:
 
     @property
     def turns(self) -> int:
-        """Return how many requests follow one another in a session."""
+        """Return the number of requests in a session."""
         return self.workload.turns.count if self.workload.turns else 1
 
     def messages(self, number: int, *, turn: int = 0, earlier: Messages | None = None) -> Messages:
-        """Return the chat of a request; a later turn carries the earlier ones and their answers."""
+        """Return the messages of a request; a later turn contains the earlier turns and their answers."""
         return [*(earlier or []), *self.text.messages(number, turn)]
 
     def texts(self) -> list[str]:
-        """Return what the first turn of every request says, as plain text."""
+        """Return the text of the first turn of every request."""
         chats = (self.messages(number) for number in range(len(self)))
         return ["\n".join(message["content"] for message in chat) for chat in chats]
 
     @cached_property
     def prefix_share(self) -> float:
-        """Return which part of the prompt tokens an endless cache would know already, by the workload's own words."""
-        return self.text.known_share(self)
+        """Return the share of prompt tokens that an unlimited prefix cache would hit."""
+        return self.text.cacheable_share(self)
 
 
 class TextMaker:
-    """Make the text of requests; one kind per source."""
+    """Generate the text of requests; one subclass per source."""
 
-    repeats = 0  # requests whose prompt an earlier request had, though the workload does not say so
+    repeats = 0  # requests that repeat an earlier prompt although the workload does not allow it
 
     def messages(self, number: int, turn: int) -> Messages:
-        """Return what this turn adds to the chat."""
+        """Return the messages that a turn adds."""
         raise NotImplementedError
 
-    def known_share(self, traffic: Traffic) -> float:
-        """Return which part of the prompt tokens came before."""
+    def cacheable_share(self, traffic: Traffic) -> float:
+        """Return the share of prompt tokens that appeared in earlier requests as a prefix."""
         return 0.0
 
 
 def prepare(workload: Workload, count: int, *, vocabulary: Vocabulary, base: Path | None = None) -> Traffic:
-    """Lay out `count` requests (or sessions, where the workload has turns); paths are relative to `base`."""
+    """Prepare `count` requests, or sessions if the workload has turns; paths are relative to `base`."""
     base = base or Path()
     if workload.trace:
         return _of_trace(workload, count, vocabulary, base)
@@ -91,9 +92,9 @@ def prepare(workload: Workload, count: int, *, vocabulary: Vocabulary, base: Pat
         text = _SyntheticText(workload, vocabulary)
         own = array("I", (_draw(workload.prompt, rng) for _ in range(count * turns)))
         text.own, text.prefixes = own, _prefixes(workload, count, rng)
-        whole = workload.prefix.tokens if workload.prefix else 0
+        prefix_tokens = workload.prefix.tokens if workload.prefix else 0
         prompts = array(
-            "I", (own[number * turns] + (whole if text.prefixes[number] >= 0 else 0) for number in range(count))
+            "I", (own[number * turns] + (prefix_tokens if text.prefixes[number] >= 0 else 0) for number in range(count))
         )
     assert workload.output is not None
     outputs = array("I", (_draw(workload.output, rng) for _ in range(count * turns)))
@@ -102,7 +103,7 @@ def prepare(workload: Workload, count: int, *, vocabulary: Vocabulary, base: Pat
 
 
 def _prefixes(workload: Workload, count: int, rng: random.Random) -> array[int]:
-    """Return which shared prefix each request begins with; -1: none."""
+    """Return the index of the shared prefix of each request; -1: none."""
     prefix = workload.prefix
     if prefix is None:
         return array("i", [-1]) * count
@@ -129,34 +130,34 @@ def _draw(length: Length, rng: random.Random) -> int:
 
 
 class _Words:
-    """Text of an exact number of words: a cut of one long river of words, begun with a salt that no other has."""
+    """Text of an exact number of words: a unique salt, then a slice of a random sequence of words."""
 
     def __init__(self, workload: Workload, vocabulary: Vocabulary) -> None:
         self.words = vocabulary.words(workload.content)
         self.seed = workload.seed
-        self.river = random.Random(f"river {workload.seed}").choices(self.words, k=_RIVER_WORDS)
-        self.fixed = random.Random("prefixes").choices(self.words, k=_RIVER_WORDS)
+        self.seeded_pool = random.Random(f"river {workload.seed}").choices(self.words, k=_POOL_WORDS)
+        self.fixed_pool = random.Random("prefixes").choices(self.words, k=_POOL_WORDS)
 
     def own(self, number: int, tokens: int) -> str:
-        """Return text that no other number and no other seed has."""
+        """Return the text of a number, different for every number and seed."""
         salt = self._salt(self.seed << 40 | number)[:tokens]
-        return " ".join(salt + self._cut(self.river, number, tokens - len(salt)))
+        return " ".join(salt + self._slice(self.seeded_pool, number, tokens - len(salt)))
 
     def shared(self, number: int, tokens: int) -> str:
-        """Return the shared prefix of that number, the same for every seed."""
+        """Return the shared prefix of a number, the same for every seed."""
         salt = self._salt(number)[:tokens]
-        return " ".join(salt + self._cut(self.fixed, number, tokens - len(salt)))
+        return " ".join(salt + self._slice(self.fixed_pool, number, tokens - len(salt)))
 
-    def _cut(self, river: list[str], number: int, tokens: int) -> list[str]:
-        start = number * 7919 % _RIVER_WORDS
-        piece = river[start : start + tokens]
-        while len(piece) < tokens:
-            piece += river[: tokens - len(piece)]
-        return piece
+    def _slice(self, pool: list[str], number: int, tokens: int) -> list[str]:
+        start = number * 7919 % _POOL_WORDS
+        words = pool[start : start + tokens]
+        while len(words) < tokens:
+            words += pool[: tokens - len(words)]
+        return words
 
     def _salt(self, number: int) -> list[str]:
-        """Spell a number in words; neighbours look unlike each other, and no two are alike."""
-        mixed = number * _ODD % 2**_SALT_BITS  # an odd factor: no two numbers become one
+        """Encode a number in words, different for every number; consecutive numbers give dissimilar words."""
+        mixed = number * _SALT_FACTOR % 2**_SALT_BITS
         salt = []
         for _ in range(math.ceil(_SALT_BITS / math.log2(len(self.words)))):
             mixed, digit = divmod(mixed, len(self.words))
@@ -175,31 +176,31 @@ class _SyntheticText(TextMaker):
         self.prefix = lru_cache(maxsize=4096)(lambda number: self.words.shared(number, tokens))
 
     def messages(self, number: int, turn: int) -> Messages:
-        place = number * self.turns + turn
-        messages = [{"role": "user", "content": self.words.own(place, self.own[place])}]
+        index = number * self.turns + turn
+        messages = [{"role": "user", "content": self.words.own(index, self.own[index])}]
         if turn == 0 and self.prefixes[number] >= 0:
             messages.insert(0, {"role": "system", "content": self.prefix(self.prefixes[number])})
         return messages
 
-    def known_share(self, traffic: Traffic) -> float:
+    def cacheable_share(self, traffic: Traffic) -> float:
         prefix = traffic.workload.prefix
         length = prefix.tokens if prefix else 0
-        begins = [length if number >= 0 else 0 for number in self.prefixes]
-        first_time = len(set(self.prefixes) - {-1}) * length
-        return _known(begins, self.own, traffic, known=sum(begins) - first_time)
+        prefixes = [length if number >= 0 else 0 for number in self.prefixes]
+        first_use = len(set(self.prefixes) - {-1}) * length
+        return _cacheable(prefixes, self.own, traffic, cached=sum(prefixes) - first_use)
 
 
-def _known(begins: Sequence[int], own: Sequence[int], traffic: Traffic, *, known: int) -> float:
-    """Return the part of the prompt tokens that came before: what is known of first turns, and all earlier turns."""
+def _cacheable(prefixes: Sequence[int], own: Sequence[int], traffic: Traffic, *, cached: int) -> float:
+    """Return the cacheable share of prompt tokens: `cached` tokens of first turns, and the history of later turns."""
     total, turns = 0, traffic.turns
-    for number, begin in enumerate(begins):
+    for number, history in enumerate(prefixes):
         for turn in range(turns):
-            place = number * turns + turn
-            known += begin if turn else 0
-            begin += own[place]
-            total += begin
-            begin += traffic.output_tokens[place]
-    return known / total if total else 0.0
+            index = number * turns + turn
+            cached += history if turn else 0
+            history += own[index]
+            total += history
+            history += traffic.output_tokens[index]
+    return cached / total if total else 0.0
 
 
 class _DatasetText(TextMaker):
@@ -208,20 +209,20 @@ class _DatasetText(TextMaker):
         chats = [chat for chat in map(_chat, _jsonl(base / workload.dataset.path)) if chat]
         if not chats:
             raise InputError(
-                f"{workload.dataset.path} holds no prompts",
-                hint="each line is JSON with 'messages', 'turns', 'conversations', 'prompt', 'question' or 'text'",
+                f"{workload.dataset.path} contains no prompts",
+                hint="each line must be JSON with 'messages', 'turns', 'conversations', 'prompt', 'question' or 'text'",
             )
         order = list(range(len(chats)))
         random.Random(f"order {workload.seed}").shuffle(order)
         self.chats, self.order = chats, [order[number % len(order)] for number in range(count)]
-        again = count - len({json.dumps(chats[chosen][0]) for chosen in self.order})
-        self.repeats = 0 if workload.dataset.repeat else again
-        said = [" ".join(message["content"] for message in turn) for chat in chats for turn in chat]
-        counted = iter(vocabulary.count(said))
+        repeats = count - len({json.dumps(chats[chosen][0]) for chosen in self.order})
+        self.repeats = 0 if workload.dataset.repeat else repeats
+        texts = [" ".join(message["content"] for message in turn) for chat in chats for turn in chat]
+        counted = iter(vocabulary.count(texts))
         self.lengths = [[next(counted) for _ in chat] for chat in chats]
 
     def tokens(self, number: int, turn: int) -> int:
-        """Return how many tokens a turn adds."""
+        """Return the number of tokens that a turn adds."""
         lengths = self.lengths[self.order[number]]
         return lengths[turn % len(lengths)]
 
@@ -229,29 +230,29 @@ class _DatasetText(TextMaker):
         chat = self.chats[self.order[number]]
         return chat[turn % len(chat)]
 
-    def known_share(self, traffic: Traffic) -> float:
+    def cacheable_share(self, traffic: Traffic) -> float:
         turns, count = traffic.turns, len(traffic)
         own = [self.tokens(number, turn) for number in range(count) for turn in range(turns)]
         seen: set[int] = set()
-        known = 0
+        cached = 0
         for number, chosen in enumerate(self.order):
-            known += own[number * turns] if chosen in seen else 0
+            cached += own[number * turns] if chosen in seen else 0
             seen.add(chosen)
-        return _known([0] * count, own, traffic, known=known if self.repeats == 0 else 0)
+        return _cacheable([0] * count, own, traffic, cached=cached if self.repeats == 0 else 0)
 
 
 def _chat(row: dict[str, Any]) -> list[Messages]:
-    """Return the turns of a row: each a list of messages that it adds."""
+    """Return the turns of a dataset row, each as the messages that it adds."""
     if isinstance(row.get("messages"), list):
-        said = [{"role": str(m["role"]), "content": str(m["content"])} for m in row["messages"]]
-        while said and said[-1]["role"] == "assistant":
-            said.pop()
-        return [said] if said else []
+        messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in row["messages"]]
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        return [messages] if messages else []
     if isinstance(row.get("turns"), list):
         return [[{"role": "user", "content": str(turn)}] for turn in row["turns"]]
     if isinstance(row.get("conversations"), list):
-        asked = [str(one.get("value", "")) for one in row["conversations"] if one.get("from") in ("human", "user")]
-        return [[{"role": "user", "content": text}] for text in asked if text]
+        turns = [str(one.get("value", "")) for one in row["conversations"] if one.get("from") in ("human", "user")]
+        return [[{"role": "user", "content": text}] for text in turns if text]
     text = next((row[key] for key in ("prompt", "question", "instruction", "text") if row.get(key)), None)
     return [[{"role": "user", "content": str(text)}]] if text else []
 
@@ -261,7 +262,8 @@ class _TraceText(TextMaker):
         assert workload.trace is not None
         self.words, self.block_tokens = _Words(workload, vocabulary), workload.trace.block_tokens
         self.lengths = array("I")
-        self.ends, self.ids = array("Q"), array("Q")  # of Mooncake's blocks
+        self.ids = array("Q")  # hash ids of Mooncake blocks
+        self.ends = array("Q")  # end index of each request's hash ids
         self.block = lru_cache(maxsize=1 << 15)(self._block)
 
     def _block(self, hash_id: int) -> list[str]:
@@ -273,55 +275,57 @@ class _TraceText(TextMaker):
         if not ids:
             content = self.words.own(number, tokens)
         else:
-            said: list[str] = []
+            words: list[str] = []
             for hash_id in ids:
-                said += self.block(hash_id)
-            content = " ".join(said[:tokens])
-            if (rest := tokens - len(ids) * self.block_tokens) > 0:  # beyond the last whole block it is its own
+                words += self.block(hash_id)
+            content = " ".join(words[:tokens])
+            if (rest := tokens - len(ids) * self.block_tokens) > 0:  # text after the last block is unique
                 content += " " + self.words.own(number + (1 << 40), rest)
         return [{"role": "user", "content": content}]
 
-    def known_share(self, traffic: Traffic) -> float:
+    def cacheable_share(self, traffic: Traffic) -> float:
         seen: set[int] = set()
-        known = begin = 0
+        cached = begin = 0
         for number in range(len(traffic)):
             ids = self.ids[begin : self.ends[number]]
             begin = self.ends[number]
-            left = self.lengths[number]
+            remaining = self.lengths[number]
             for hash_id in ids:
                 if hash_id not in seen:
                     break
-                known += min(left, self.block_tokens)
-                left -= self.block_tokens
+                cached += min(remaining, self.block_tokens)
+                remaining -= self.block_tokens
             seen.update(ids)
-        return known / max(1, sum(self.lengths))
+        return cached / max(1, sum(self.lengths))
 
 
 def _of_trace(workload: Workload, count: int, vocabulary: Vocabulary, base: Path) -> Traffic:
-    """Read a trace's rows into columns; beyond its end it begins again, with blocks that were not there before."""
+    """Read a trace into columns; after its end it repeats with new block ids, so that repeats are not cache hits."""
     assert workload.trace is not None
     text = _TraceText(workload, vocabulary)
     recorded, outputs = array("d"), array("I")
-    most = min(workload.trace.first or count, count)
+    max_rows = min(workload.trace.first or count, count)
     for when, prompt, output, ids in _rows(workload.trace, base):
         recorded.append(when)
         text.lengths.append(max(1, prompt))
         outputs.append(max(1, output))
         text.ids.extend(ids)
         text.ends.append(len(text.ids))
-        if len(recorded) >= most:
+        if len(recorded) >= max_rows:
             break
     if not recorded:
-        raise InputError(f"{workload.trace.path} holds no requests", hint="give a Mooncake JSONL or an Azure CSV file")
+        raise InputError(
+            f"{workload.trace.path} contains no requests", hint="use a Mooncake JSONL or an Azure CSV file"
+        )
     length, blocks = len(recorded), len(text.ids)
-    fresh = max(text.ids, default=0) + 1
+    id_offset = max(text.ids, default=0) + 1
     for number in range(length, count):
-        row, again = number % length, number // length
+        row, repeat = number % length, number // length
         begin, end = text.ends[row - 1] if row else 0, text.ends[row]
         text.lengths.append(text.lengths[row])
         outputs.append(outputs[row])
-        text.ids.extend(hash_id + fresh * again for hash_id in text.ids[begin:end])
-        text.ends.append(again * blocks + end)
+        text.ids.extend(hash_id + id_offset * repeat for hash_id in text.ids[begin:end])
+        text.ends.append(repeat * blocks + end)
     due = arrivals.times_s(workload, count, recorded_s=recorded)
     return Traffic(workload, due, text.lengths, outputs, text, _adapters(workload, count))
 
@@ -331,8 +335,8 @@ def _rows(trace: Trace, base: Path) -> Iterator[tuple[float, int, int, Sequence[
     if path.suffix == ".csv":
         with _open(path) as stream:
             for row in csv.DictReader(stream):
-                moment = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26])
-                yield moment.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"]), ()
+                arrived = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26])
+                yield arrived.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"]), ()
         return
     for row in _jsonl(path):
         yield row["timestamp"] / 1000, row["input_length"], row["output_length"], row.get("hash_ids", ())
@@ -342,7 +346,7 @@ def _open(path: Path) -> Any:
     try:
         return path.expanduser().open(encoding="utf-8")
     except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}", hint="check the workload's path") from None
+        raise InputError(f"{path} cannot be read: {error.strerror}", hint="check the path in the workload") from None
 
 
 def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -352,24 +356,24 @@ def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 try:
                     yield json.loads(line)
                 except ValueError:
-                    hint = "every line is one JSON object"
+                    hint = "every line must be a JSON object"
                     raise InputError(f"{path}:{number}: this line is not JSON", hint=hint) from None
 
 
 def recorded_rate(workload: Workload, *, base: Path | None = None) -> float:
-    """Return the mean rate of a trace at its own speed."""
+    """Return the mean rate of a trace at its recorded speed."""
     assert workload.trace is not None
     times = [row[0] for row in _rows(workload.trace, base or Path())][: workload.trace.first]
     return max(1, len(times) - 1) / max(1e-9, times[-1] - times[0])
 
 
 def users(workload: Workload) -> int:
-    """Return how many users a closed loop has; 0 for open arrivals."""
+    """Return the number of users of a closed loop; 0 for open arrivals."""
     return workload.arrivals.users if isinstance(workload.arrivals, Closed) else 0
 
 
-def natural_count(workload: Workload, *, base: Path | None = None) -> int:
-    """Return how many requests show what a workload looks like: all of a trace's, a thousand of a drawn one."""
+def preview_count(workload: Workload, *, base: Path | None = None) -> int:
+    """Return how many requests a preview shows: all of a trace, a thousand otherwise."""
     if workload.trace is None:
         return 1000
     return workload.trace.first or sum(1 for _ in _rows(workload.trace, base or Path()))

@@ -1,5 +1,7 @@
-"""The wire in plain Python: the same calls and the same answers as `_wire.c`, for where that is not compiled or TLS
-is spoken. Slower, so the guard against a saturated client speaks up earlier."""
+"""The wire in Python: the interface of `_wire.c`, for TLS and for systems where that is not compiled.
+
+It is slower, so the guard against a saturated client fails at a lower load.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ _KEPT = re.compile(rb'"(?:usage|finish_reason|error)": *[^n ]')
 
 
 class Finished(NamedTuple):
-    """One request as the wire saw it; times by the monotonic clock, 0 where nothing happened."""
+    """The result of one request; times in nanoseconds of the monotonic clock, 0 if the event did not happen."""
 
     id: int
     due: int
@@ -60,19 +62,19 @@ class _Request:
     def finished(self, outcome: int) -> Finished:
         kept = b"".join(line + b"\n" for line in self.kept)
         end = self.end or time.monotonic_ns()
-        told = (self.id, self.due, self.sent, self.head, self.first, end, self.status, outcome)
-        return Finished(*told, self.done, self.retried, self.received, self.times.tobytes(), kept)
+        common = (self.id, self.due, self.sent, self.head, self.first, end, self.status, outcome)
+        return Finished(*common, self.done, self.retried, self.received, self.times.tobytes(), kept)
 
 
 class Wire:
-    """One thread with an event loop that sends and reads."""
+    """A thread with an event loop that sends requests and reads responses."""
 
     def __init__(self, host: str, port: str, limit: int = 0, *, tls: str | None = None) -> None:
         self._host, self._port, self._tls = host, int(port), tls
         self._context = ssl.create_default_context() if tls else None
         self._finished: SimpleQueue[Finished] = SimpleQueue()
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-        self._places = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
+        self._slots = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
         self._chains: dict[int, deque[_Request]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._in_flight = self._silent = self._worst_wake = self._cpu_ns = 0
@@ -81,12 +83,12 @@ class Wire:
         self._thread.start()
 
     def submit(self, id: int, due_ns: int, data: bytes, chain: int, after_ns: int, whole: bool) -> None:
-        """Send these bytes when they are due; those of one chain follow one another."""
+        """Send a request when it is due; requests of one chain are sent one after another."""
         request = _Request(id, due_ns, data, chain, after_ns, bool(whole))
         self._loop.call_soon_threadsafe(self._accept, request)
 
     def warm(self, count: int) -> None:
-        """Open that many connections now."""
+        """Open this many idle connections."""
 
         async def open_all() -> None:
             pairs = await asyncio.gather(*(self._dial() for _ in range(count)), return_exceptions=True)
@@ -95,7 +97,7 @@ class Wire:
         asyncio.run_coroutine_threadsafe(open_all(), self._loop).result()
 
     def collect(self, seconds: float) -> list[Finished]:
-        """Return what has ended, waiting at most that long for the first."""
+        """Return the requests that have ended; wait at most this long for the first."""
         found: list[Finished] = []
         with contextlib.suppress(Empty):
             found.append(self._finished.get(timeout=seconds))
@@ -104,7 +106,7 @@ class Wire:
         return found
 
     def stop(self) -> None:
-        """Cancel whatever is not answered."""
+        """Cancel all unanswered requests."""
 
         async def cancel() -> None:
             for chain in self._chains.values():
@@ -118,12 +120,12 @@ class Wire:
         asyncio.run_coroutine_threadsafe(cancel(), self._loop).result()
 
     def state(self) -> dict[str, int]:
-        """Return requests in flight, lateness and CPU time."""
-        told = {"in_flight": self._in_flight, "silent": self._silent, "worst_wake_ns": self._worst_wake}
-        return told | {"cpu_ns": self._cpu_ns}
+        """Return requests in flight, those without a first token (`silent`), worst wake-up delay and CPU time."""
+        counts = {"in_flight": self._in_flight, "silent": self._silent}
+        return counts | {"worst_wake_ns": self._worst_wake, "cpu_ns": self._cpu_ns}
 
     def close(self) -> None:
-        """Cancel everything and end the thread."""
+        """Cancel all requests and end the thread."""
         if self._thread.is_alive():
             self.stop()
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -156,7 +158,7 @@ class Wire:
             if (wait := request.due - time.monotonic_ns()) > 0:
                 await asyncio.sleep(wait / 1e9)
                 self._worst_wake = max(self._worst_wake, time.monotonic_ns() - request.due)
-            async with self._places:
+            async with self._slots:
                 outcome = await self._attempt(request)
         finally:
             self._finished.put(request.finished(outcome))
@@ -231,13 +233,13 @@ class Wire:
         request.end = time.monotonic_ns()
         return keep
 
-    def spoke(self) -> None:
-        """Note that a request's first token has come."""
+    def count_first_token(self) -> None:
+        """Record that a request has received its first token."""
         self._silent -= 1
 
 
 class _Events:
-    """Cut a stream into server-sent events, stamp those with content, keep what JSON is read from later."""
+    """Split a stream into server-sent events, timestamp those with content, and keep the lines to parse later."""
 
     def __init__(self, request: _Request, wire: Any) -> None:
         self._request, self._wire, self._line = request, wire, b""
@@ -259,7 +261,7 @@ class _Events:
             if _CONTENT.search(line):
                 if not request.first:
                     request.first = when
-                    self._wire.spoke()
+                    self._wire.count_first_token()
                 request.times.append(when)
             if request.whole or _KEPT.search(line):
                 request.kept.append(line)

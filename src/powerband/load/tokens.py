@@ -1,4 +1,4 @@
-"""Tokens by the model's own tokenizer, from local files and offline."""
+"""Token counts by the model's tokenizer, from local files."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from powerband.core import gguf
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_LEAST_WORDS = 64  # fewer than these would make text that is no longer text
+_MIN_WORDS = 64  # with fewer single-token words, use the whole word list
 
 
 class Vocabulary:
-    """How a model counts: which of our words are one token to it, and how many tokens a text has."""
+    """Words for synthetic text that are one token each, and token counts of texts, for one model."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
 
     @property
-    def known(self) -> bool:
-        """Tell whether counts come from the model's tokenizer; otherwise a word counts as one token."""
+    def has_tokenizer(self) -> bool:
+        """Return whether counts come from the model's tokenizer; otherwise a word counts as one token."""
         return self._tokenizer is not None
 
     def words(self, content: str) -> tuple[str, ...]:
-        """Return the words of that content that are one token each behind a space, so that n words are n tokens."""
+        """Return the words of a content type that are one token each after a space, so that n words are n tokens."""
         listed = catalog.words(content)
         if self._tokenizer is None:
             return listed
         codes = self._tokenizer.encode_batch([f" {word}" for word in listed], add_special_tokens=False)
         single = tuple(word for word, code in zip(listed, codes, strict=True) if len(code.ids) == 1)
-        return single if len(single) >= _LEAST_WORDS else listed
+        return single if len(single) >= _MIN_WORDS else listed
 
     def count(self, texts: list[str]) -> list[int]:
-        """Return how many tokens each text has."""
+        """Return the number of tokens of each text."""
         if self._tokenizer is None:
             return [len(text.split()) for text in texts]
         return [len(code.ids) for code in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
@@ -44,7 +44,7 @@ class Vocabulary:
 
 @cache
 def vocabulary(source: str | None) -> Vocabulary:
-    """Return the vocabulary of the model at that path; of a model that is not here, one word is one token."""
+    """Return the vocabulary of a model; if its files are not found locally, one word counts as one token."""
     path = Path(source).expanduser() if source else None
     if path is None or not path.exists():
         return Vocabulary(None)
@@ -61,7 +61,7 @@ def _from_json(path: Path) -> Tokenizer:
 
 
 def _from_gguf(path: Path) -> Tokenizer | None:
-    """Build the byte-level BPE that a GGUF header holds; other kinds of vocabulary are left to the server's count."""
+    """Build the byte-level BPE tokenizer of a GGUF header; None for other kinds of vocabulary."""
     try:
         with path.open("rb") as stream:
             header: dict[str, Any] = gguf.read_header(stream, vocabulary=True)

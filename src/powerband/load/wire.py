@@ -1,4 +1,4 @@
-"""One way to the server: the compiled wire where there is one, plain Python otherwise."""
+"""The HTTP client of the load generator: the compiled wire if available, otherwise the one in Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from powerband.load import python_wire
 compiled: Any
 try:
     from powerband.load import _wire as compiled
-except ImportError:  # it was not compiled: no compiler, or not Linux
+except ImportError:  # not compiled: no C compiler, or not Linux
     compiled = None
 if os.environ.get("POWERBAND_PURE"):
     compiled = None
@@ -22,25 +22,25 @@ if os.environ.get("POWERBAND_PURE"):
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go, and what each of them carries."""
+    """The server that receives the requests, and the headers they carry."""
 
     url: str
     model: str
     headers: tuple[tuple[str, str], ...] = ()
-    keep_alive: bool = True  # False: this server does badly with a connection that is used again
+    keep_alive: bool = True  # False: this server mishandles reused connections
 
     @property
     def secure(self) -> bool:
-        """Tell whether TLS is spoken."""
+        """Return whether the connection uses TLS."""
         return self.url.startswith("https:")
 
     @property
     def host(self) -> str:
-        """Return the name that the server is called by."""
+        """Return the host name of the server."""
         return urlsplit(self.url).hostname or ""
 
     def head(self, path: str, length: int) -> bytes:
-        """Return the head of a request."""
+        """Return the HTTP header of a request."""
         parts = urlsplit(self.url)
         lines = [f"POST {parts.path.rstrip('/')}{path} HTTP/1.1", f"Host: {parts.netloc}"]
         lines += [f"{name}: {value}" for name, value in self.headers]
@@ -49,23 +49,24 @@ class Target:
         return "\r\n".join([*lines, "", ""]).encode()
 
 
-def connect(target: Target, *, limit: int = 0, senders: int = 1) -> Any:
-    """Return a wire to the target, or several as one; its name is looked up once, before any clock runs."""
+def connect(target: Target, *, max_in_flight: int = 0, senders: int = 1) -> Any:
+    """Return a wire to the target, with one thread per sender; the host name is resolved once, before the run."""
     parts = urlsplit(target.url)
     port = parts.port or (443 if target.secure else 80)
     try:
         address = socket.getaddrinfo(target.host, port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
-        raise InputError(f"{target.host} cannot be found: {error}", hint="check the URL") from None
+        raise InputError(f"cannot resolve the host name {target.host}: {error}", hint="check the URL") from None
     if target.secure or compiled is None:
-        return python_wire.Wire(str(address), str(port), limit, tls=target.host if target.secure else None)
+        return python_wire.Wire(str(address), str(port), max_in_flight, tls=target.host if target.secure else None)
     if senders == 1:
-        return compiled.Wire(str(address), str(port), limit)
-    return _Several([compiled.Wire(str(address), str(port), -(-limit // senders)) for _ in range(senders)])
+        return compiled.Wire(str(address), str(port), max_in_flight)
+    each = -(-max_in_flight // senders)
+    return _MultiWire([compiled.Wire(str(address), str(port), each) for _ in range(senders)])
 
 
-class _Several:
-    """Several compiled wires that look like one: each is a thread that holds no lock of Python's."""
+class _MultiWire:
+    """Several compiled wires with the interface of one; each is a thread that runs without the GIL."""
 
     def __init__(self, wires: list[Any]) -> None:
         self.wires = wires
@@ -86,7 +87,7 @@ class _Several:
             wire.stop()
 
     def state(self) -> dict[str, int]:
-        """Add up what the threads tell; lateness and CPU are those of the busiest."""
+        """Return the sum over the threads; the maximum for wake-up delay and CPU time."""
         states = [wire.state() for wire in self.wires]
         worst = ("worst_wake_ns", "cpu_ns")
         return {key: (max if key in worst else sum)(state[key] for state in states) for key in states[0]}
@@ -97,5 +98,5 @@ class _Several:
 
 
 def kind(target: Target) -> str:
-    """Return which wire `connect` would take."""
+    """Return which wire `connect` uses: `compiled` or `pure`."""
     return "pure" if target.secure or compiled is None else "compiled"

@@ -1,4 +1,4 @@
-"""The stage `observe`: is a fleet's traffic still what its recipe was proven with, and does the recipe still hold?"""
+"""The stage `observe`: does the traffic still match what the recipe was measured with, and does the SLO still hold?"""
 
 from __future__ import annotations
 
@@ -9,170 +9,185 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from powerband import verify
-from powerband.core.prefix_hash import FINE, block_hashes, said
-from powerband.core.recipe import MUCH_LESS, Recipe
+import powerband.verify as verify
+from powerband.core.prefix_hash import FINE_BLOCK_CHARS, block_hashes, message_text
+from powerband.core.recipe import ALERT_RATIO, Recipe
 from powerband.core.statistics import wilson
 from powerband.core.workload import Workload
 from powerband.errors import InputError
 from powerband.evaluate.tasks import Task
 from powerband.load import prompts, tokens
-from powerband.observe.drift import Alarm, Drift, Row
+from powerband.observe.drift import Alarm, DriftDetector, RequestFeatures
 from powerband.serve import FleetSpec, ModelSpec
 from powerband.store import documents
 
-Note = dict[str, Any]  # a line of what a fleet noted
-Say = Callable[[str], None]
-Exams = Callable[[Recipe], Mapping[str, Task]]  # the tasks that a recipe's floor asks for
+RequestRecord = dict[str, Any]  # one line of a fleet's `traffic.jsonl`
+Report = Callable[[str], None]
+TaskLoader = Callable[[Recipe], Mapping[str, Task]]  # returns the tasks of a recipe's quality floor
 
-_PROVEN = 2000  # requests that are drawn to compare with
-_NOW = 500  # the last ones, by which latencies are judged
-_COUNTED = 10_000  # tokens, before a share of them says anything
+_REFERENCE_REQUESTS = 2000
+_RECENT_REQUESTS = 500  # the latency check uses the last ones only
+_MIN_TOKENS = 10_000  # a rate over fewer tokens is too noisy to judge
+_AXIS_LABELS = {
+    "prompt": "prompt length",
+    "output": "output length",
+    "prefix_share": "shared prefix",
+    "turns": "turns per session",
+}
+_RATE_LABELS = {"prefix_hits_tokens": "prefix-cache hit rate", "spec_accepted_tokens": "draft acceptance rate"}
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What `observe` says."""
+    """A fleet's traffic and figures, compared with its recipe."""
 
     recipe: Recipe
-    held: Sequence[Note]  # what the fleet noted
+    records: Sequence[RequestRecord]
     drifted: tuple[Alarm, ...]
-    broken: tuple[str, ...]  # which figures of the recipe no longer hold, and by how much
+    broken: tuple[str, ...]  # the recipe's figures that no longer hold, a sentence each
 
     @property
     def requests(self) -> int:
-        """Return how many were looked at."""
-        return len(self.held)
+        """Return how many requests were compared."""
+        return len(self.records)
 
     @property
-    def found(self) -> str:
-        """Return the verdict."""
+    def verdict(self) -> str:
+        """Return 'in region', 'drifted' or 'broken'."""
         return "broken" if self.broken else "drifted" if self.drifted else "in region"
 
-    def said(self) -> list[str]:
-        """Return what is wrong, a sentence each."""
-        moved = [
-            f"{one.axis.replace('_', ' ')} is {one.side} since {datetime.fromtimestamp(one.since_s):%F %T}"
-            f" (sure with request {one.request})"
+    def problems(self) -> list[str]:
+        """Return one sentence for each broken figure and each axis that drifted."""
+        drifted = [
+            f"{_AXIS_LABELS.get(one.axis, one.axis)} is {one.side} since"
+            f" {datetime.fromtimestamp(one.since_s):%F %T} (detected at request {one.request})"
             for one in self.drifted
         ]
-        return [*self.broken, *moved]
+        return [*self.broken, *drifted]
 
 
 async def observe_once(
-    folder: Path, model: str | None, *, probe: Exams | None = None, say: Say = lambda _: None
+    folder: Path, model: str | None, *, probe: TaskLoader | None = None, report: Report = lambda _: None
 ) -> Observation:
-    """Hold a fleet that runs in a folder against its recipe; where there are tasks to probe with, its answers too."""
-    part = FleetSpec.read(folder).part(model)
-    recipe = documents.of(Recipe, Path(part.path))
-    seats = _seats(folder, part)
-    found = observe(recipe, notes(folder, part), [one["gauges"] for one in seats])
-    urls = [one["engine"] for one in seats if one["engine"]]
+    """Compare a running fleet with its recipe; with `probe`, also check a replica's answers against the reference."""
+    model_spec = FleetSpec.read(folder).model(model)
+    recipe = documents.read_as(Recipe, Path(model_spec.path))
+    replicas = _replicas(folder, model_spec)
+    observation = observe(recipe, read_records(folder, model_spec), [one["gauges"] for one in replicas])
+    urls = [one["engine"] for one in replicas if one["engine"]]
     if probe is None or not urls:
-        return found
-    check = await verify.probe(verify.VerifySpec(recipe, tasks=dict(probe(recipe))), urls[0], folder=folder, say=say)
+        return observation
+    spec = verify.VerifySpec(recipe, tasks=dict(probe(recipe)))
+    check = await verify.probe(spec, urls[0], folder=folder, report=report)
     if check.found != "broken":
-        say(f"answers: {check.found}, {check.said}")
-        return found
-    return replace(found, broken=(*found.broken, f"answers: {check.said}"))
+        report(f"quality: {check.found}, {check.said}")
+        return observation
+    return replace(observation, broken=(*observation.broken, f"quality: {check.said}"))
 
 
-def _seats(folder: Path, part: ModelSpec) -> list[dict[str, Any]]:
-    """Return the replicas of a recipe, as they were last."""
+def _replicas(folder: Path, model_spec: ModelSpec) -> list[dict[str, Any]]:
+    """Return the replicas of a recipe from the fleet's last status."""
     try:
         status = json.loads((folder / "status.json").read_text())
     except OSError:
         return []
-    return [one for one in status["replicas"] if one["recipe"] == part.recipe]
+    return [one for one in status["replicas"] if one["recipe"] == model_spec.recipe]
 
 
-def observe(recipe: Recipe, held: Sequence[Note], gauges: Sequence[Mapping[str, float]] = ()) -> Observation:
-    """Hold what a fleet noted, and what its engines count, against its recipe."""
-    drift = Drift(proven(recipe.workload, recipe.promise.rate_per_s, source=recipe.model))
+def observe(
+    recipe: Recipe, records: Sequence[RequestRecord], gauges: Sequence[Mapping[str, float]] = ()
+) -> Observation:
+    """Compare captured requests and the engines' metrics with a recipe."""
+    detector = DriftDetector(reference_traffic(recipe.workload, recipe.promise.rate_per_s, source=recipe.model))
     alarms: dict[tuple[str, str], Alarm] = {}
-    for row in rows(held):
-        for one in drift.see(row):
+    for row in features(records):
+        for one in detector.update(row):
             alarms.setdefault((one.axis, one.side), one)
-    return Observation(recipe, held, tuple(alarms.values()), (*_late(recipe, held[-_NOW:]), *_less(recipe, gauges)))
+    broken = (*_slo_violations(recipe, records[-_RECENT_REQUESTS:]), *_low_rates(recipe, gauges))
+    return Observation(recipe, records, tuple(alarms.values()), broken)
 
 
-def _late(recipe: Recipe, held: Sequence[Note]) -> Iterator[str]:
-    """Yield which bounds of the SLO are broken beyond doubt."""
+def _slo_violations(recipe: Recipe, records: Sequence[RequestRecord]) -> Iterator[str]:
+    """Yield a sentence for each bound of the SLO that is significantly violated."""
     for metric, share, limit in recipe.promise.slo.bounds():
-        seen = [row[f"{metric}_s"] for row in held if row.get(f"{metric}_s") is not None]
-        if seen and (kept := wilson(sum(one <= limit for one in seen), len(seen))).high < share:
-            within = f"{metric.upper()} was within {limit:g} s in {kept.value:.1%} of {len(seen)} requests"
-            yield f"{within}, {share:.0%} are promised"
+        seen = [row[f"{metric}_s"] for row in records if row.get(f"{metric}_s") is not None]
+        if seen and (within := wilson(sum(one <= limit for one in seen), len(seen))).high < share:
+            yield f"{metric.upper()} <= {limit:g} s in {within.value:.1%} of {len(seen)} requests (SLO: {share:.0%})"
 
 
-def _less(recipe: Recipe, gauges: Sequence[Mapping[str, float]]) -> Iterator[str]:
-    """Yield which of the engines' shares are far below the recipe's."""
-    for part, whole, proven_share in recipe.promise.shares():
-        counted = sum(one.get(whole, 0.0) for one in gauges)
-        share = sum(one.get(part, 0.0) for one in gauges) / counted if counted else proven_share
-        if counted >= _COUNTED and share < MUCH_LESS * proven_share:
-            names = [one.replace("_", " ") for one in (part, whole)]
-            yield f"{names[0]} are {share:.0%} of {names[1]}, {proven_share:.0%} when proven"
+def _low_rates(recipe: Recipe, gauges: Sequence[Mapping[str, float]]) -> Iterator[str]:
+    """Yield a sentence for each rate of the engines that is far below the recipe's."""
+    for part, whole, recipe_rate in recipe.promise.proven_shares():
+        total = sum(one.get(whole, 0.0) for one in gauges)
+        rate = sum(one.get(part, 0.0) for one in gauges) / total if total else recipe_rate
+        limit = ALERT_RATIO * recipe_rate
+        if total >= _MIN_TOKENS and rate < limit:
+            yield f"{_RATE_LABELS[part]} is {rate:.0%} (recipe: {recipe_rate:.0%}, limit: {limit:.0%})"
 
 
-def proven(workload: Workload, rate_per_s: float, *, source: str, count: int = _PROVEN) -> list[Row]:
-    """Draw the traffic that a recipe was proven with, as a fleet would have seen it; captured traffic was seen so."""
-    if workload.trace and (kept := _captured(Path(workload.trace.path))):
-        return kept
+def reference_traffic(
+    workload: Workload, rate_per_s: float, *, source: str, count: int = _REFERENCE_REQUESTS
+) -> list[RequestFeatures]:
+    """Return the features of the traffic that a recipe was measured with.
+
+    A workload from `capture` has them in its trace. Any other workload is sampled: `count` sessions.
+    """
+    if workload.trace and (captured := _captured(Path(workload.trace.path))):
+        return captured
     traffic = prompts.prepare(workload.at_rate(rate_per_s), count, vocabulary=tokens.vocabulary(source), base=None)
     seen: set[int] = set()
     found = []
     for number, at_s in enumerate(traffic.due_s):
         chat: list[dict[str, str]] = []
         for turn in range(traffic.turns):
-            place = number * traffic.turns + turn
+            index = number * traffic.turns + turn
             chat = traffic.messages(number, turn=turn, earlier=chat)
-            text = "".join(said(one["role"], one["content"]) for one in chat)
-            share = known_share(block_hashes(text, FINE), seen)
-            found.append(Row(at_s, len(text), traffic.output_tokens[place], share, turn + 1))
-            chat.append({"role": "assistant", "content": "word " * traffic.output_tokens[place]})
+            text = "".join(message_text(one["role"], one["content"]) for one in chat)
+            share = shared_prefix_share(block_hashes(text, FINE_BLOCK_CHARS), seen)
+            found.append(RequestFeatures(at_s, len(text), traffic.output_tokens[index], share, turn + 1))
+            chat.append({"role": "assistant", "content": "word " * traffic.output_tokens[index]})
     return sorted(found, key=lambda row: row.at_s)
 
 
-def _captured(trace: Path) -> list[Row]:
-    """Return the rows of a trace that `capture` wrote; none of another's."""
+def _captured(trace: Path) -> list[RequestFeatures]:
+    """Return the features of a trace that `capture` wrote; nothing for other traces."""
     if trace.suffix != ".jsonl":
         return []
-    held = [json.loads(line) for line in trace.read_text().splitlines()]
-    return rows(held) if held and "characters" in held[0] else []
+    records = [json.loads(line) for line in trace.read_text().splitlines()]
+    return features(records) if records and "characters" in records[0] else []
 
 
-def known_share(ids: Sequence[int], seen: set[int]) -> float:
-    """Return the share of blocks that others began with too, and remember these."""
-    known = 0
-    for one in ids:
+def shared_prefix_share(block_ids: Sequence[int], seen: set[int]) -> float:
+    """Return the share of leading blocks that earlier requests had too, and add the blocks to `seen`."""
+    shared = 0
+    for one in block_ids:
         if one not in seen:
             break
-        known += 1
-    seen.update(ids)
-    return known / len(ids) if ids else 0.0
+        shared += 1
+    seen.update(block_ids)
+    return shared / len(block_ids) if block_ids else 0.0
 
 
-def notes(folder: Path, part: ModelSpec) -> list[Note]:
-    """Read what a fleet noted of the traffic that a recipe answered, in the order in which it came."""
+def read_records(folder: Path, model_spec: ModelSpec) -> list[RequestRecord]:
+    """Return the captured requests of a model's current recipe, in order of arrival."""
     path = folder / "traffic.jsonl"
     if not path.exists():
-        raise InputError(f"{folder} holds no notes of its traffic", hint="serve with --capture")
-    whole = (json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))
-    own = (row for row in whole if row["model"] == part.name and row["recipe"] == part.recipe)
+        raise InputError(f"no captured traffic in {folder}", hint="run 'powerband serve' with --capture")
+    complete = (json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))
+    own = (row for row in complete if row["model"] == model_spec.name and row["recipe"] == model_spec.recipe)
     return sorted(own, key=lambda row: float(row["timestamp"]))
 
 
-def rows(held: Sequence[Note]) -> list[Row]:
-    """Return what is compared with what the recipe was proven with."""
+def features(records: Sequence[RequestRecord]) -> list[RequestFeatures]:
+    """Return the features of captured requests that drift detection compares."""
     seen: set[int] = set()
     return [
-        Row(
+        RequestFeatures(
             row["timestamp"] / 1000,
             row["characters"],
             row["output_length"],
-            known_share(row["hash_ids"], seen),
+            shared_prefix_share(row["hash_ids"], seen),
             row["turns"],
         )
-        for row in held
+        for row in records
     ]

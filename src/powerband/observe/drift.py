@@ -1,7 +1,8 @@
-"""Has the traffic left the region that a recipe was proven in? One number per axis and request, summed until sure.
+"""Drift detection: has the traffic left the region that a recipe was measured in?
 
-Each value is turned into a normal score by its rank among what the recipe was proven with, so every axis looks alike
-whatever its distribution. Two sums per axis (CUSUM) grow while scores lean to one side, and alarm beyond doubt.
+Each feature of a request becomes a normal score by its rank in the reference traffic, which makes all axes comparable
+whatever their distributions. Two one-sided CUSUM statistics per axis accumulate the scores, and raise an alarm when one
+of them exceeds a threshold that unchanged traffic practically never reaches.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-_LEAN = 0.25  # standard deviations that are no drift yet
-_ALARM, _WINDOW_ALARM = 26.0, 18.0  # sums that chance reaches once in millions of requests
-_FAR = 3.0  # one value may not say more than this
-_SETTLED = 200  # requests, after which sessions that are shorter than the proven ones count too
-GAPS = 25  # between arrivals, of which one burstiness is made
+_SLACK = 0.25  # in standard deviations: smaller shifts are not drift
+_THRESHOLD, _BURSTINESS_THRESHOLD = 26.0, 18.0  # exceeded by chance once in millions of requests
+_MAX_SCORE = 3.0  # limits the weight of one value
+_WARMUP_REQUESTS = 200  # after which even sessions that are shorter than the reference ones count
+WINDOW_GAPS = 25  # gaps between arrivals in one burstiness value
 
 
 @dataclass(frozen=True)
-class Row:
-    """What is remembered of a request: when, how long, and how much of it was known. Not what it said."""
+class RequestFeatures:
+    """The features of one request that are compared: no prompt text."""
 
     at_s: float
     prompt: float
@@ -33,43 +34,43 @@ class Row:
 
 
 @dataclass
-class Sums:
-    """The two sums of one axis."""
+class Cusum:
+    """The two CUSUM statistics of one axis."""
 
-    alarm: float
+    threshold: float
     up: float = 0.0
     down: float = 0.0
     up_since: float | None = None
     down_since: float | None = None
 
     def add(self, score: float, at_s: float) -> str:
-        """Return 'higher' or 'lower' where it is beyond doubt, else nothing."""
-        score = max(-_FAR, min(_FAR, score))
-        if (up := self.up + score - _LEAN) <= 0 or self.up_since is None:
+        """Return 'higher' or 'lower' if a statistic exceeds the threshold, else ''."""
+        score = max(-_MAX_SCORE, min(_MAX_SCORE, score))
+        if (up := self.up + score - _SLACK) <= 0 or self.up_since is None:
             self.up_since = at_s
-        if (down := self.down - score - _LEAN) <= 0 or self.down_since is None:
+        if (down := self.down - score - _SLACK) <= 0 or self.down_since is None:
             self.down_since = at_s
         self.up, self.down = max(0.0, up), max(0.0, down)
-        return "higher" if self.up > self.alarm else "lower" if self.down > self.alarm else ""
+        return "higher" if self.up > self.threshold else "lower" if self.down > self.threshold else ""
 
     def since(self, side: str) -> float:
-        """Return when a sum began to grow."""
+        """Return when a statistic began to grow."""
         return (self.up_since if side == "higher" else self.down_since) or 0.0
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """An axis that drifted."""
+    """Drift of one axis."""
 
     axis: str
     side: str
     since_s: float
-    request: int  # by its number
+    request: int  # number of the request at which it was detected
 
 
 @dataclass
-class Scores:
-    """A distribution, as ranks."""
+class RankScores:
+    """Normal scores of values by their rank in a reference sample."""
 
     values: list[float]
     rng: random.Random = field(default_factory=lambda: random.Random(0))
@@ -79,61 +80,63 @@ class Scores:
         self._normal = statistics.NormalDist()
 
     def score(self, value: float) -> float:
-        """Return where a value stands, as a normal score; ties are broken by lot, so that they too are normal."""
+        """Return a value's normal score; ties are broken at random, so that discrete values have normal scores too."""
         low, high = bisect_left(self.values, value), bisect_right(self.values, value)
-        place = low + self.rng.random() * (high - low) if high > low else float(low)
-        return self._normal.inv_cdf((place + 0.5) / (len(self.values) + 1))
+        rank = low + self.rng.random() * (high - low) if high > low else float(low)
+        return self._normal.inv_cdf((rank + 0.5) / (len(self.values) + 1))
 
 
-class Drift:
-    """Every axis of the traffic beside what the recipe was proven with."""
+class DriftDetector:
+    """Compares requests with the reference traffic of a recipe, axis by axis."""
 
-    def __init__(self, proven: Sequence[Row]) -> None:
+    def __init__(self, reference: Sequence[RequestFeatures]) -> None:
         self._scores = {
-            axis: Scores([getattr(one, axis) for one in proven])
+            axis: RankScores([getattr(one, axis) for one in reference])
             for axis in ("prompt", "output", "prefix_share", "turns")
         }
-        self._sums = {axis: Sums(_ALARM) for axis in self._scores}
-        self._opening = min(one.turns for one in proven)  # later turns come when an answer was read: no arrivals
-        self._latest, self._settled = max(one.turns for one in proven), False
-        came = [one.at_s for one in proven if one.turns == self._opening]
-        gaps = [later - early for early, later in pairwise(came)]
-        self._bursts = Scores([burstiness(gaps[at : at + GAPS]) for at in range(0, len(gaps) - GAPS + 1, 5)])
-        self._burst_sums = Sums(_WINDOW_ALARM)
+        self._cusums = {axis: Cusum(_THRESHOLD) for axis in self._scores}
+        # only the first turns of sessions are arrivals: a later turn follows the answer to the one before it
+        self._first_turn = min(one.turns for one in reference)
+        self._last_turn, self._warmed_up = max(one.turns for one in reference), False
+        arrivals = [one.at_s for one in reference if one.turns == self._first_turn]
+        gaps = [later - earlier for earlier, later in pairwise(arrivals)]
+        starts = range(0, len(gaps) - WINDOW_GAPS + 1, 5)
+        self._burstiness_scores = RankScores([burstiness(gaps[at : at + WINDOW_GAPS]) for at in starts])
+        self._burstiness_cusum = Cusum(_BURSTINESS_THRESHOLD)
         self._gaps: list[float] = []
-        self._last_s: float | None = None
+        self._last_arrival_s: float | None = None
         self.seen = 0
 
-    def see(self, row: Row) -> list[Alarm]:
-        """Return the axes that are beyond doubt with this request."""
+    def update(self, row: RequestFeatures) -> list[Alarm]:
+        """Add a request, and return the alarms that it raises."""
         self.seen += 1
-        self._settled = self._settled or row.turns >= self._latest or self.seen > _SETTLED
-        if not self._settled:  # a new fleet sees first turns only, until the first sessions come to their last
+        self._warmed_up = self._warmed_up or row.turns >= self._last_turn or self.seen > _WARMUP_REQUESTS
+        if not self._warmed_up:  # until the first sessions end, a new fleet sees too many early turns
             return []
-        found = []
-        for axis, sums in self._sums.items():
-            if side := sums.add(self._scores[axis].score(getattr(row, axis)), row.at_s):
-                found.append(Alarm(axis, side, sums.since(side), self.seen))
-                self._sums[axis] = Sums(_ALARM)
-        return found + self._arrived(row) if row.turns <= self._opening else found
+        alarms = []
+        for axis, cusum in self._cusums.items():
+            if side := cusum.add(self._scores[axis].score(getattr(row, axis)), row.at_s):
+                alarms.append(Alarm(axis, side, cusum.since(side), self.seen))
+                self._cusums[axis] = Cusum(_THRESHOLD)
+        return alarms + self._update_burstiness(row) if row.turns <= self._first_turn else alarms
 
-    def _arrived(self, row: Row) -> list[Alarm]:
-        """Judge the burstiness of every so many arrivals."""
-        if self._last_s is not None:
-            self._gaps.append(row.at_s - self._last_s)
-        self._last_s = row.at_s
-        if len(self._gaps) < GAPS or not self._bursts.values:
+    def _update_burstiness(self, row: RequestFeatures) -> list[Alarm]:
+        """Add an arrival, and check the burstiness once per window of arrivals."""
+        if self._last_arrival_s is not None:
+            self._gaps.append(row.at_s - self._last_arrival_s)
+        self._last_arrival_s = row.at_s
+        if len(self._gaps) < WINDOW_GAPS or not self._burstiness_scores.values:
             return []
-        sums, score = self._burst_sums, self._bursts.score(burstiness(self._gaps))
+        cusum, score = self._burstiness_cusum, self._burstiness_scores.score(burstiness(self._gaps))
         self._gaps.clear()
-        if not (side := sums.add(score, row.at_s)):
+        if not (side := cusum.add(score, row.at_s)):
             return []
-        self._burst_sums = Sums(_WINDOW_ALARM)
-        return [Alarm("burstiness", side, sums.since(side), self.seen)]
+        self._burstiness_cusum = Cusum(_BURSTINESS_THRESHOLD)
+        return [Alarm("burstiness", side, cusum.since(side), self.seen)]
 
 
 def burstiness(gaps: Iterable[float]) -> float:
-    """Return the coefficient of variation of gaps, whatever the rate."""
-    held = list(gaps)
-    mean = statistics.fmean(held)
-    return statistics.pstdev(held) / mean if mean > 0 else math.inf
+    """Return the coefficient of variation of gaps: it does not depend on the rate."""
+    values = list(gaps)
+    mean = statistics.fmean(values)
+    return statistics.pstdev(values) / mean if mean > 0 else math.inf

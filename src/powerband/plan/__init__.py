@@ -1,7 +1,8 @@
-"""The stage `plan`: what fits, how fast, what it costs, before an accelerator is touched."""
+"""The stage `plan`: rank the ways to serve a model by predicted cost, without running anything."""
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,12 +11,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from powerband import catalog, engines
+from powerband._callable import make_callable
 from powerband.core import statistics
 from powerband.core.coefficients import Coefficients, Spread
 from powerband.core.device import Device
 from powerband.core.host import Host
 from powerband.core.model import Model
-from powerband.core.plan import Candidate, Plan, Rejection
+from powerband.core.plan import Candidate, OfferedDevices, Plan, Rejection
 from powerband.core.scheme import Scheme
 from powerband.core.slo import SLO
 from powerband.core.statistics import Interval
@@ -24,13 +26,13 @@ from powerband.errors import InputError
 from powerband.load import prompts, tokens
 from powerband.plan import local_device, predict, residual_model
 from powerband.plan.options import Lengths, Offer, Option, options
-from powerband.plan.predict import Fluid, Requests, Server
-from powerband.plan.step_time import NO_DRAFTS, Drafting
+from powerband.plan.predict import FluidEstimate, Requests, Server
+from powerband.plan.step_time import NO_SPECULATION, Speculation
 from powerband.store import documents
 
-_DRAWN = 1500  # requests that may be played
-_SIMULATED = 16  # options that are played: those that the fluid estimate puts first
-_PER_DEVICE = 1
+_SAMPLED_REQUESTS = 1500
+_SIMULATED = 16  # options to simulate: those with the best fluid estimates
+_SIMULATED_PER_DEVICE = 1  # at least
 _CONTEXT_STEP = 512
 
 
@@ -45,99 +47,104 @@ class PlanSpec:
     engine: str | None = None
     schemes: tuple[str, ...] = ()
     load_per_s: float | None = None
-    drafting: Drafting = NO_DRAFTS  # also tried, where it is given
-    base: Path | None = None  # of the workload's own paths
-    calibrated: tuple[Coefficients, ...] = ()  # of this machine; they come before the catalogue's
+    speculation: Speculation = NO_SPECULATION  # planned in addition to options without speculation
+    base: Path | None = None  # of relative paths in the workload
+    calibrated: tuple[Coefficients, ...] = ()  # of this machine; they take precedence over the catalogue's
 
 
 @dataclass(frozen=True)
-class Fitting:
-    """An option that fits, as a server, and what a steady flow would get of it."""
+class FittingOption:
+    """An option that fits in memory, with its simulated replica and fluid estimate."""
 
     option: Option
-    on: Server
-    flow: Fluid
+    server: Server
+    estimate: FluidEstimate
 
 
-def plan(order: PlanSpec) -> Plan:
-    """Rank every way to serve the model on the devices that are offered."""
-    if order.model.shape is None:
-        raise InputError(f"{order.model.source} does not tell its shape", hint="give its config.json or a GGUF file")
-    requests = draw(order.workload, order.model, base=order.base)
-    known = coefficients(order.calibrated)
-    fitting: list[Fitting] = []
+def plan(spec: PlanSpec) -> Plan:
+    """Rank every way to serve the model on the offered devices."""
+    if spec.model.shape is None:
+        raise InputError(
+            f"cannot read the model's architecture from {spec.model.source}", hint="give its config.json or a GGUF file"
+        )
+    requests = sample_requests(spec.workload, spec.model, base=spec.base)
+    known = coefficients(spec.calibrated)
+    fitting: list[FittingOption] = []
     rejections: list[Rejection] = []
-    schemes = eligible(order.model, wanted=order.schemes)
-    for offer in order.offers:
-        for found in options(order.model, offer, requests.lengths, schemes, wanted_engine=order.engine):
+    schemes = eligible_schemes(spec.model, wanted=spec.schemes)
+    for offer in spec.offers:
+        for found in options(spec.model, offer, requests.lengths, schemes, wanted_engine=spec.engine):
             if isinstance(found, Rejection):
                 rejections.append(found)
                 continue
-            own = fitted(known, found.engine, offer.device, found.scheme.name)
-            on = predict.server(found, own)
-            fitting.append(Fitting(found, on, predict.fluid(on, requests.lengths, order.slo)))
+            server = predict.server_for(found, coefficients_for(known, found.engine, offer.device, found.scheme.name))
+            fitting.append(FittingOption(found, server, predict.fluid_estimate(server, requests.lengths, spec.slo)))
     candidates = []
-    for rough in _promising(fitting, order):
-        one = _corrected(rough, requests.lengths, order.slo)
-        predicted = predict.knee(one.on, requests, order.slo, flow=one.flow)
+    for uncorrected in _to_simulate(fitting, spec):
+        one = _corrected(uncorrected, requests.lengths, spec.slo)
+        predicted = predict.max_rate(one.server, requests, spec.slo, estimate=one.estimate)
         if predicted is None:
-            rejections.append(_too_slow(one, requests, order.slo))
+            rejections.append(_too_slow(one, requests, spec.slo))
         else:
-            candidates.append(_candidate(one, predicted, requests, order))
+            candidates.append(_candidate(one, predicted, requests, spec))
     candidates.sort(key=lambda one: one.usd_per_1m_tokens.value)
     return Plan(
-        model=order.model.source,
-        workload=order.workload,
-        slo=order.slo,
-        load_per_s=order.load_per_s,
+        model=spec.model.source,
+        workload=spec.workload,
+        slo=spec.slo,
+        load_per_s=spec.load_per_s,
+        offers=tuple(_offered(offer) for offer in spec.offers),
         candidates=tuple(candidates),
         rejections=tuple(rejections),
-        facts=_facts(order.model, requests),
+        facts=_facts(spec.model, requests),
     )
 
 
-def draw(workload: Workload, model: Model, *, base: Path | None = None) -> Requests:
-    """Draw the requests that `bench` would send, one a second on average."""
+def sample_requests(workload: Workload, model: Model, *, base: Path | None = None) -> Requests:
+    """Return the requests that `bench` would send, at a mean rate of one per second."""
     open_loop = workload.at_rate(1.0)
-    traffic = prompts.prepare(open_loop, _DRAWN, vocabulary=tokens.vocabulary(model.source), base=base)
+    traffic = prompts.prepare(open_loop, _SAMPLED_REQUESTS, vocabulary=tokens.vocabulary(model.source), base=base)
     inputs, outputs = list(traffic.prompt_tokens), list(traffic.output_tokens)[:: traffic.turns]
     longest = max(a + b for a, b in zip(inputs, outputs, strict=True))
-    room = math.ceil(1.25 * longest / _CONTEXT_STEP) * _CONTEXT_STEP
+    with_margin = math.ceil(1.25 * longest / _CONTEXT_STEP) * _CONTEXT_STEP
     lengths = Lengths(
         prompt=sum(inputs) / len(inputs),
         output=sum(outputs) / len(outputs),
-        longest=min(room, model.context_tokens or room),
-        known_share=traffic.prefix_share,
+        max_tokens=min(with_margin, model.context_tokens or with_margin),
+        cached_share=traffic.prefix_share,
     )
     return Requests(traffic.due_s, inputs, outputs, lengths)
 
 
-def scheme_of(model: Model) -> Scheme:
-    """Return the scheme in which a model is published."""
+def published_scheme(model: Model) -> Scheme:
+    """Return the scheme of a model's published weights."""
     for one in all_schemes():
-        if model.numbers in one.published_as and one.format == (model.format or "safetensors"):
+        if model.weight_format in one.published_as and one.format == (model.format or "safetensors"):
             return one
     raise InputError(
-        f"{model.source} has numbers in '{model.numbers}', which no scheme of the catalogue describes",
+        f"{model.source} is published in '{model.weight_format}', which is not a quantization scheme of the catalogue",
         hint=f"schemes: {', '.join(catalog.names('scheme'))}",
     )
 
 
-def eligible(model: Model, *, wanted: Sequence[str] = ()) -> list[Scheme]:
-    """Return the schemes that a model can be had in: its own, and what `quantize` can make of it.
+def eligible_schemes(model: Model, *, wanted: Sequence[str] = ()) -> list[Scheme]:
+    """Return the schemes for a model: the published one, and those that `quantize` can make from it.
 
-    Schemes that are known to spoil answers are offered to those who name them.
+    Schemes that are known to degrade answers are included only if `wanted` names them.
     """
     for name in wanted:
-        catalog.text("scheme", name)  # refuses an unknown name
-    own, shape = scheme_of(model), model.shape
+        catalog.text("scheme", name)  # raises if the name is unknown
+    published, shape = published_scheme(model), model.shape
     assert shape is not None
-    found = [own]
-    if model.format != "gguf" or own.name == "f16":
-        size = own.weight_bytes(shape)
-        most = {one: (0.99 if one == own.format else 1.01) * size for one in ("safetensors", "gguf")}
-        found += [one for one in all_schemes() if one.weight_bytes(shape) < most[one.format] and one.name != own.name]
-    return [one for one in found if (one.name in wanted if wanted else one is own or not one.risky)]
+    found = [published]
+    if model.format != "gguf" or published.name == "f16":
+        size = published.weight_bytes(shape)
+        # Only smaller schemes are worth making; one in the other file format may have about the same size.
+        limits = {format: (0.99 if format == published.format else 1.01) * size for format in ("safetensors", "gguf")}
+        found += [
+            one for one in all_schemes() if one.weight_bytes(shape) < limits[one.format] and one.name != published.name
+        ]
+    return [one for one in found if (one.name in wanted if wanted else one is published or not one.risky)]
 
 
 @cache
@@ -154,44 +161,73 @@ def scheme(name: str) -> Scheme:
 
 @cache
 def device(name: str) -> Device:
-    """Return a device of the catalogue."""
-    return _read(Device, name)
+    """Return a device of the catalogue by its name or an alias; case, dashes and the vendor's name do not matter."""
+    if name in catalog.names("device"):
+        return _read(Device, name)
+    spellings, key = _device_spellings(), _normalized(name)
+    if key in spellings:
+        return device(spellings[key])
+    near = difflib.get_close_matches(key, spellings, n=1)
+    suggestion = f" Did you mean '{spellings[near[0]]}'?" if near else ""
+    raise InputError(
+        f"there is no device '{name}' in the catalogue.{suggestion}",
+        hint="list them with 'powerband list devices'",
+    )
+
+
+@cache
+def _device_spellings() -> dict[str, str]:
+    """Return the device of every normalized name, alias and driver name, with and without its vendor."""
+    found = {}
+    for name in catalog.names("device"):
+        one = device(name)
+        for spelling in (name, *one.aliases, *one.driver_names):
+            key = _normalized(spelling).removeprefix(one.vendor)
+            found[key] = found[one.vendor + key] = name
+    return found
+
+
+def _normalized(name: str) -> str:
+    return "".join(letter for letter in name.casefold() if letter.isalnum())
 
 
 def this_machine(host: Host) -> tuple[Device, int]:
-    """Return the machine that we run on as a device of the catalogue, or as a CPU, and how many there are."""
+    """Return this machine as a device of the catalogue or as a CPU, and the number of such devices."""
     return local_device.this_machine(host, [device(name) for name in catalog.names("device")])
 
 
 def coefficients(calibrated: Sequence[Coefficients] = ()) -> list[Coefficients]:
-    """Return the fitted coefficients, this machine's own first."""
+    """Return all fitted coefficients, this machine's first."""
     return [*calibrated, *(_read(Coefficients, name) for name in catalog.names("coefficients"))]
 
 
-def fitted(known: Iterable[Coefficients], engine: str, on: Device, scheme: str | None) -> Coefficients:
-    """Return the coefficients for an engine on a device: for its very name and scheme, else for what is nearest."""
-    mine = [one for one in known if one.engine == engine]
+def coefficients_for(known: Iterable[Coefficients], engine: str, on: Device, scheme: str | None) -> Coefficients:
+    """Return the coefficients for an engine on a device: those of the device and scheme, or else the closest."""
+    same_engine = [one for one in known if one.engine == engine]
     for key in (on.name, on.vendor):
-        near = [one for one in mine if key in one.devices]
+        near = [one for one in same_engine if key in one.devices]
         near.sort(key=lambda one: (one.scheme != scheme, one.scheme is not None))
         if near and key == on.name:
-            return near[0] if near[0].scheme in (None, scheme) else _less_sure(near[0], f"measured in {near[0].scheme}")
+            exact = near[0].scheme in (None, scheme)
+            return near[0] if exact else _less_certain(near[0], f"measured with {near[0].scheme} weights")
         if near:
-            return _less_sure(near[0], "none of them on such a device")
+            return _less_certain(near[0], "none of them on this device")
     scheduling = engines.get(engine).scheduling
-    apart = scheduling is not None and scheduling.apart
     return Coefficients(
-        name="datasheet", engine=engine, apart=apart, source="the datasheet alone: nothing was measured"
+        name="datasheet",
+        engine=engine,
+        separate_prefill_decode=scheduling is not None and scheduling.separate_prefill_decode,
+        source="the datasheet only, without measurements",
     )
 
 
-def _less_sure(one: Coefficients, because: str) -> Coefficients:
-    """What was measured elsewhere, or in another number format, says less."""
+def _less_certain(one: Coefficients, because: str) -> Coefficients:
+    """Widen the spreads of coefficients that were measured on another device or with another scheme."""
 
-    def wide(spread: Spread) -> Spread:
+    def widened(spread: Spread) -> Spread:
         return spread.model_copy(update={"low": spread.low**2, "high": spread.high**2})
 
-    update = {"ttft": wide(one.ttft), "tpot": wide(one.tpot), "source": f"{one.source}, {because}"}
+    update = {"ttft": widened(one.ttft), "tpot": widened(one.tpot), "source": f"{one.source}, {because}"}
     return one.model_copy(update=update)
 
 
@@ -204,92 +240,105 @@ def _read(kind: type[D], name: str) -> D:
     return document
 
 
-def _promising(fitting: list[Fitting], order: PlanSpec) -> list[Fitting]:
-    """Return what is worth a simulation: the cheapest by the fluid estimate, and some of every device."""
+def _offered(offer: Offer) -> OfferedDevices:
+    return OfferedDevices(
+        device=offer.device.name or "",
+        description=offer.device.description or "",
+        requested_as=offer.requested_as,
+        count=offer.count,
+        usd_per_h=offer.usd_per_h,
+    )
 
-    def price(one: Fitting) -> float:
-        return one.option.offer.usd_per_h * one.option.split.devices / max(one.flow.rate_per_s, 1e-9)
 
-    ordered = sorted(fitting, key=price)
-    chosen: list[Fitting] = []
+def _to_simulate(fitting: list[FittingOption], spec: PlanSpec) -> list[FittingOption]:
+    """Return the options worth a simulation: the cheapest by the fluid estimate, and at least one of every device."""
+
+    def usd_per_request(one: FittingOption) -> float:
+        return one.option.offer.usd_per_h * one.option.split.devices / max(one.estimate.rate_per_s, 1e-9)
+
+    chosen: list[FittingOption] = []
     per_device: dict[str, int] = {}
-    for one in ordered:
+    for one in sorted(fitting, key=usd_per_request):
         name = one.option.offer.device.name or ""
-        if len(chosen) < _SIMULATED or per_device.get(name, 0) < _PER_DEVICE:
+        if len(chosen) < _SIMULATED or per_device.get(name, 0) < _SIMULATED_PER_DEVICE:
             chosen.append(one)
             per_device[name] = per_device.get(name, 0) + 1
-            if order.drafting.tokens:
-                chosen.append(_drafted(one, order.drafting))
+            if spec.speculation.tokens:
+                chosen.append(_with_speculation(one, spec.speculation))
     return chosen
 
 
-def _drafted(one: Fitting, drafting: Drafting) -> Fitting:
-    """Return the same with speculation; its flow is found again before it is played."""
-    option = one.option.with_drafts(drafting)
-    return Fitting(option, predict.server(option, one.on.times.coefficients), one.flow)
+def _with_speculation(one: FittingOption, speculation: Speculation) -> FittingOption:
+    """Return the option with speculative decoding; `_corrected` computes its estimate anew."""
+    option = one.option.with_speculation(speculation)
+    return FittingOption(option, predict.server_for(option, one.server.times.coefficients), one.estimate)
 
 
-def _corrected(one: Fitting, lengths: Lengths, slo: SLO) -> Fitting:
-    """Take into account what measured rows teach beside the roofline, at the batch that a steady flow would make."""
-    users = max(1.0, one.flow.rate_per_s * one.flow.answer_s)
-    found = predict.closed_loop(one.on.times, users, lengths)
-    on = Server(residual_model.corrected(one.option.engine, one.on.times, found), one.on.limits)
-    return Fitting(one.option, on, predict.fluid(on, lengths, slo))
+def _corrected(one: FittingOption, lengths: Lengths, slo: SLO) -> FittingOption:
+    """Apply the residual model at the batch size of the fluid estimate, and estimate again."""
+    concurrency = max(1.0, one.estimate.rate_per_s * one.estimate.answer_s)
+    found = predict.closed_loop(one.server.times, concurrency, lengths)
+    server = Server(residual_model.corrected(one.option.engine, one.server.times, found), one.server.limits)
+    return FittingOption(one.option, server, predict.fluid_estimate(server, lengths, slo))
 
 
-def _candidate(one: Fitting, predicted: predict.Prediction, requests: Requests, order: PlanSpec) -> Candidate:
-    option, own, flow = one.option, one.on.times.coefficients, one.flow
+def _candidate(one: FittingOption, predicted: predict.Prediction, requests: Requests, spec: PlanSpec) -> Candidate:
+    option, fitted, estimate = one.option, one.server.times.coefficients, one.estimate
     rate, lengths = predicted.rate_per_s, requests.lengths
     usd_per_h = option.offer.usd_per_h * option.split.devices
-    goodput = Interval(rate, rate / own.tpot.high, rate / own.tpot.low)
-    per_request = usd_per_h / 3600 / rate
-    in_and_out = (lengths.prompt + lengths.output) / 1e6
+    goodput = Interval(rate, rate / fitted.tpot.high, rate / fitted.tpot.low)
+    usd_per_request = usd_per_h / 3600 / rate
+    million_tokens = (lengths.prompt + lengths.output) / 1e6
+    fleet = None if spec.load_per_s else option.offer.count // option.split.devices
 
     def cost(at: float) -> float:
-        return usd_per_h / 3600 / at / in_and_out
+        return usd_per_h / 3600 / at / million_tokens
 
-    names = sorted({"p50", *(f"p{share * 100:g}" for _, share, _ in order.slo.bounds())})
+    names = sorted({"p50", *(f"p{share * 100:g}" for _, share, _ in spec.slo.bounds())})
     return Candidate(
         device=option.offer.device.name or "",
         devices=option.split.devices,
         engine=option.engine,
         scheme=option.scheme.name or "",
         kv_format=option.kv_format,
-        split=option.how,
+        split=option.layout,
         memory=option.memory,
-        sequences=option.choice.sequences,
+        sequences=option.settings.sequences,
         goodput_per_s=goodput,
-        ttft_s=predict.percentiles(predicted.outcome.ttft, own.ttft, names),
-        tpot_s=predict.percentiles(predicted.outcome.tpot, own.tpot, names),
-        replicas=math.ceil(order.load_per_s / rate) if order.load_per_s else 1,
+        ttft_s=predict.percentiles(predicted.outcome.ttft, fitted.ttft, names),
+        tpot_s=predict.percentiles(predicted.outcome.tpot, fitted.tpot, names),
+        replicas=math.ceil(spec.load_per_s / rate) if spec.load_per_s else 1,
+        fleet_replicas=fleet,
+        fleet_per_s=Interval(fleet * rate, fleet * goodput.low, fleet * goodput.high) if fleet else None,
+        fleet_usd_per_h=fleet * usd_per_h if fleet else None,
         usd_per_h=usd_per_h,
-        usd_per_1m_input=per_request * flow.prefill_share / lengths.prompt * 1e6,
-        usd_per_1m_output=per_request * (1 - flow.prefill_share) / lengths.output * 1e6,
+        usd_per_1m_input=usd_per_request * estimate.prefill_share / lengths.prompt * 1e6,
+        usd_per_1m_output=usd_per_request * (1 - estimate.prefill_share) / lengths.output * 1e6,
         usd_per_1m_tokens=Interval(cost(rate), cost(goodput.high), cost(goodput.low)),
-        limited_by=flow.limited_by,
-        known=own.source or own.name or "",
-        priced=option.offer.priced,
+        limited_by=estimate.limited_by,
+        basis=fitted.source or fitted.name or "",
+        price_source=option.offer.price_source,
         deployment=option.deployment(),
     )
 
 
-def _too_slow(one: Fitting, requests: Requests, slo: SLO) -> Rejection:
-    option, alone = one.option, predict.outcome(one.on, requests, one.flow.rate_per_s / 100)
-    parts = []
+def _too_slow(one: FittingOption, requests: Requests, slo: SLO) -> Rejection:
+    """Return the rejection of an option that misses the SLO at every rate."""
+    option, unloaded = one.option, predict.outcome_at(one.server, requests, one.estimate.rate_per_s / 100)
+    missed = []
     for metric, share, limit in slo.bounds():
-        values = sorted(getattr(alone, "tpot" if metric == "itl" else metric))
+        values = sorted(getattr(unloaded, "tpot" if metric == "itl" else metric))
         value = statistics.quantile(values, share) if values else math.inf
         if value > limit:
-            parts.append(
-                f"{metric.upper()} p{share * 100:g} is {value * 1e3:.0f} ms alone and {limit * 1e3:.0f} is promised"
-            )
+            name = f"{metric.upper()} p{share * 100:g}"
+            missed.append(f"{name} is {value * 1e3:.0f} ms at concurrency 1 (limit {limit * 1e3:.0f} ms)")
     return Rejection(
         device=option.offer.device.name or "",
         engine=option.engine,
         scheme=option.scheme.name or "",
-        what=f"{option.kv_format} KV on {option.how}",
-        reason="; ".join(parts) or "no load keeps the SLO",
-        remedy="more devices for each replica, a smaller scheme, or a looser SLO",
+        what=f"{option.kv_format} KV on {option.layout}",
+        reason="; ".join(missed) or "it meets the SLO at no request rate",
+        remedy="more devices per replica, a smaller scheme, or a looser SLO",
     )
 
 
@@ -302,6 +351,9 @@ def _facts(model: Model, requests: Requests) -> dict[str, float]:
         "kv_numbers_per_token": shape.kv_elements(),
         "prompt_tokens": lengths.prompt,
         "output_tokens": lengths.output,
-        "longest_tokens": lengths.longest,
-        "known_prompt_share": lengths.known_share,
+        "longest_tokens": lengths.max_tokens,
+        "known_prompt_share": lengths.cached_share,
     }
+
+
+make_callable(__name__)

@@ -1,4 +1,4 @@
-"""Fit an engine's coefficients to this machine, from short probes of it, by least squares."""
+"""Fit an engine's coefficients to this machine by least squares, from short probes."""
 
 from __future__ import annotations
 
@@ -15,36 +15,37 @@ from powerband.core.deployment import Deployment
 from powerband.core.device import Device
 from powerband.core.engine import EngineSettings
 from powerband.errors import InputError
-from powerband.plan.probe import LONGEST, MOST_USERS, ConcurrentProbe, Probe, ProbeResult
+from powerband.plan.probe import MAX_CONCURRENCY, MAX_CONTEXT, ConcurrentProbe, Probe, ProbeResult
 from powerband.plan.simulate import Limits, simulate
 from powerband.plan.step_time import StepTimes
 from powerband.plan.step_work import Batch, Steps
 from powerband.store import documents, runs
 
 Row = list[float]
-_TOKENS = 2048  # of one step
-_BANDWIDTH = 0.8  # the share of the memory's bandwidth that reading weights is believed to reach
+_BATCHED_TOKENS = 2048
+_BANDWIDTH = 0.8  # the share of the memory bandwidth that reading weights is assumed to reach
 
 
 def with_probe_capacity(deployment: Deployment[Any], *, on_cpu: bool) -> Deployment[Any]:
-    """Return the deployment with the knobs that let every probe in."""
+    """Return the deployment with limits that are high enough for every probe."""
     engine = engines.get(deployment.engine)
     if engine.scheduling is None:
         raise InputError(
-            f"there is nothing to calibrate in '{deployment.engine}'", hint="give --engine vllm or llamacpp"
+            f"'{deployment.engine}' cannot be calibrated: it has no scheduler model",
+            hint="give --engine vllm or --engine llamacpp",
         )
-    choice = EngineSettings(
+    settings = EngineSettings(
         source=deployment.variant.source,
         scheme="",
         kv_format=next(iter(engine.scheduling.kv_formats)),
-        sequences=MOST_USERS,
-        batched_tokens=_TOKENS,
-        context=LONGEST,
+        sequences=MAX_CONCURRENCY,
+        batched_tokens=_BATCHED_TOKENS,
+        context=MAX_CONTEXT,
         kv_bytes=2**30,
         on_cpu=on_cpu,
     )
     config = deployment.config
-    wanted = config.model_dump() | engine.knobs_for(choice)
+    wanted = config.model_dump() | engine.knobs_for(settings)
     return deployment.model_copy(update={"config": type(config).model_validate(wanted)})
 
 
@@ -52,24 +53,24 @@ def fit(
     steps: Steps,
     device: Device,
     engine: str,
-    seen: Sequence[ProbeResult],
-    crowds: Sequence[ConcurrentProbe] = (),
+    results: Sequence[ProbeResult],
+    concurrent: Sequence[ConcurrentProbe] = (),
     *,
     name: str,
     source: str,
 ) -> Coefficients:
-    """Return the coefficients under which the probes are most nearly what the roofline says."""
+    """Return the coefficients with which the roofline is closest to the probes."""
     rows, values = [], []
-    for one in sorted({found.probe for found in seen}, key=lambda probe: (probe.users, probe.prompt)):
-        same = [found for found in seen if found.probe == one]
-        rows += [_first(steps, device, one), _token(steps, device, one)]
+    for one in sorted({found.probe for found in results}, key=lambda probe: (probe.concurrency, probe.prompt)):
+        same = [found for found in results if found.probe == one]
+        rows += [_prefill_row(steps, device, one), _decode_row(steps, device, one)]
         values += [plain.median(found.ttft_s for found in same), plain.median(found.step_s for found in same)]
     solved = _least_squares(rows, values)
     constant, multiply, read_kv, attend, sequence_s, prompt_s = solved
-    # Every step reads all weights, so its constant part is put down to that as far as the memory's speed explains it.
+    # Every step reads all weights, so the constant part counts as weight reading up to what the bandwidth explains.
     at_full_speed = steps.weight_bytes / device.bandwidth
     reading = min(constant, at_full_speed / _BANDWIDTH)
-    batches = _batches(steps, device, seen, solved)
+    factors = _batch_size_factors(steps, device, results, solved)
     scheduling = engines.get(engine).scheduling
     found = Coefficients(
         name=name,
@@ -84,56 +85,64 @@ def fit(
         step_s=constant - reading,
         sequence_s=sequence_s,
         prompt_s=prompt_s,
-        apart=scheduling is not None and scheduling.apart,
-        batches=batches,
-        ttft=_spread([one.ttft_s / _times(_first(steps, device, one.probe), solved) for one in seen]),
+        separate_prefill_decode=scheduling is not None and scheduling.separate_prefill_decode,
+        batch_size_factors=factors,
+        ttft=_spread([one.ttft_s / _seconds(_prefill_row(steps, device, one.probe), solved) for one in results]),
         tpot=_spread(
-            [one.step_s / _times(_token(steps, device, one.probe), solved) / batches[one.probe.users] for one in seen]
+            [
+                one.step_s / _seconds(_decode_row(steps, device, one.probe), solved) / factors[one.probe.concurrency]
+                for one in results
+            ]
         ),
         source=source,
     )
-    ratios = [one.seconds / _played(one, StepTimes(steps, device, found)) for one in crowds]
-    return found.model_copy(update={"traffic": round(plain.median(ratios), 3)}) if ratios else found
+    ratios = [one.seconds / _simulated_s(one, StepTimes(steps, device, found)) for one in concurrent]
+    return found.model_copy(update={"mixed_load_factor": round(plain.median(ratios), 3)}) if ratios else found
 
 
-def _played(crowd: ConcurrentProbe, times: StepTimes) -> float:
-    """Return how long the crowd's requests take when they are played: all of them wait, so many are served at once."""
-    limits = Limits(sequences=crowd.users, batched_tokens=_TOKENS, kv_tokens=math.inf)
-    return max(simulate([0.0] * len(crowd.prompts), crowd.prompts, crowd.outputs, times, limits).e2e)
+def _simulated_s(probe: ConcurrentProbe, times: StepTimes) -> float:
+    """Return the simulated duration of a closed loop: all requests wait at the start, and `concurrency` of them run."""
+    limits = Limits(sequences=probe.concurrency, batched_tokens=_BATCHED_TOKENS, kv_tokens=math.inf)
+    return max(simulate([0.0] * len(probe.prompts), probe.prompts, probe.outputs, times, limits).e2e)
 
 
-def _batches(steps: Steps, device: Device, seen: Sequence[ProbeResult], solved: Sequence[float]) -> dict[int, float]:
-    """Return by how much a step of each number of answers differs: kernels like some numbers better than others."""
+def _batch_size_factors(
+    steps: Steps, device: Device, results: Sequence[ProbeResult], solved: Sequence[float]
+) -> dict[int, float]:
+    """Return measured over fitted decode time for each batch size: kernels are not equally efficient at all sizes."""
     ratios: dict[int, list[float]] = {}
-    for one in seen:
-        ratios.setdefault(one.probe.users, []).append(one.step_s / _times(_token(steps, device, one.probe), solved))
-    return {users: round(plain.median(found), 3) for users, found in sorted(ratios.items())}
+    for one in results:
+        ratio = one.step_s / _seconds(_decode_row(steps, device, one.probe), solved)
+        ratios.setdefault(one.probe.concurrency, []).append(ratio)
+    return {size: round(plain.median(found), 3) for size, found in sorted(ratios.items())}
 
 
-def _first(steps: Steps, device: Device, probe: Probe) -> Row:
-    """What the roofline multiplies with each coefficient until everybody's prompt is read."""
-    batch = Batch(prefill=probe.users * probe.prompt, behind=probe.prompt / 2, firsts=probe.users)
-    return [*_work(steps, device, batch), float(probe.users)]
+def _prefill_row(steps: Steps, device: Device, probe: Probe) -> Row:
+    """Return what each coefficient is multiplied with in the time until every prompt of a burst is prefilled."""
+    tokens = probe.concurrency * probe.prompt
+    batch = Batch(prefill_tokens=tokens, prefill_context=probe.prompt / 2, finished_prompts=probe.concurrency)
+    return [*_work(steps, device, batch), float(probe.concurrency)]
 
 
-def _token(steps: Steps, device: Device, probe: Probe) -> Row:
-    """And for a step in which everybody gets a token."""
-    return [*_work(steps, device, Batch(decodes=probe.users, context=probe.prompt + probe.output / 2)), 0.0]
+def _decode_row(steps: Steps, device: Device, probe: Probe) -> Row:
+    """Return the same for one decode step of the whole burst."""
+    batch = Batch(decodes=probe.concurrency, decode_context=probe.prompt + probe.output / 2)
+    return [*_work(steps, device, batch), 0.0]
 
 
 def _work(steps: Steps, device: Device, batch: Batch) -> Row:
     work = steps(batch)
-    bandwidth, flops = float(device.bandwidth), device.flops(steps.scheme.multiplies_in(device.tflops))
-    attending = work.attention_flops / device.flops("bf16")
-    return [1.0, work.flops / flops, work.kv_bytes / bandwidth, attending, work.sequences]
+    bandwidth, flops = float(device.bandwidth), device.flops(steps.scheme.compute_dtype(device.tflops))
+    attention = work.attention_flops / device.flops("bf16")
+    return [1.0, work.flops / flops, work.kv_bytes / bandwidth, attention, work.sequences]
 
 
-def _times(row: Row, coefficients: Sequence[float]) -> float:
+def _seconds(row: Row, coefficients: Sequence[float]) -> float:
     return sum(a * b for a, b in zip(row, coefficients, strict=True))
 
 
 def _least_squares(rows: Sequence[Row], values: Sequence[float]) -> list[float]:
-    """Return the non-negative coefficients with the smallest relative errors, by trying which of them are zero."""
+    """Return the non-negative coefficients with the smallest relative errors, trying every subset of non-zero ones."""
     width = len(rows[0])
     scaled = [[cell / value for cell in row] for row, value in zip(rows, values, strict=True)]
     best, least = [0.0] * width, math.inf
@@ -145,14 +154,14 @@ def _least_squares(rows: Sequence[Row], values: Sequence[float]) -> list[float]:
             full = [0.0] * width
             for place, value in zip(chosen, found, strict=True):
                 full[place] = value
-            error = sum((1 - _times(row, full)) ** 2 for row in scaled)
+            error = sum((1 - _seconds(row, full)) ** 2 for row in scaled)
             if error < least - 1e-12:
                 best, least = full, error
     return best
 
 
 def _solve(rows: Sequence[Row]) -> list[float] | None:
-    """Solve the normal equations for a right side of ones, by elimination."""
+    """Solve the normal equations for a right-hand side of ones by elimination; None if they are singular."""
     width = len(rows[0])
     table = [
         [sum(row[a] * row[b] for row in rows) for b in range(width)] + [sum(row[a] for row in rows)]
@@ -171,26 +180,26 @@ def _solve(rows: Sequence[Row]) -> list[float] | None:
 
 
 def _spread(ratios: Sequence[float]) -> Spread:
-    """Return the factors that hold 80 % of the probes of all rounds."""
-    reach = sorted(abs(math.log(ratio)) for ratio in ratios)
-    place = min(len(reach) - 1, math.ceil(0.8 * (len(reach) + 1)) - 1)
-    wide = max(0.05, reach[place])
-    return Spread(low=math.exp(-wide), high=math.exp(wide), of=len(ratios))
+    """Return the factors between which 80 % of the ratios fall."""
+    logs = sorted(abs(math.log(ratio)) for ratio in ratios)
+    place = min(len(logs) - 1, math.ceil(0.8 * (len(logs) + 1)) - 1)
+    half_width = max(0.05, logs[place])
+    return Spread(low=math.exp(-half_width), high=math.exp(half_width), points=len(ratios))
 
 
 def folder() -> Path:
-    """Return where this machine's coefficients are kept."""
+    """Return the folder of this machine's coefficients."""
     return runs.state_root() / "calibrations"
 
 
-def keep(found: Coefficients) -> Path:
-    """Write coefficients where the next plan finds them."""
+def save(found: Coefficients) -> Path:
+    """Write coefficients for later plans on this machine, and return the file."""
     path = folder() / f"{found.engine}-{found.scheme}.yaml"
     runs.write_atomic(path, found.to_text())
     return path
 
 
-def kept() -> tuple[Coefficients, ...]:
+def saved() -> tuple[Coefficients, ...]:
     """Return this machine's coefficients."""
     read = [documents.read(path) for path in sorted(folder().glob("*.yaml"))]
     return tuple(one for one in read if isinstance(one, Coefficients))

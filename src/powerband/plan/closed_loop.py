@@ -1,4 +1,4 @@
-"""So many users who never pause, with equal requests: what each of them gets on average."""
+"""A closed loop at fixed concurrency with equal requests: mean latencies, without a simulation."""
 
 from __future__ import annotations
 
@@ -9,36 +9,42 @@ from powerband.plan.step_work import Batch, Work
 
 
 class SteadyState(NamedTuple):
-    """A closed loop as the roofline sees it: its two kinds of steps, and what comes of them."""
+    """The steady state of a closed loop: the work and time of its two kinds of steps, and the mean latencies."""
 
-    users: float
+    concurrency: float  # of one data-parallel group
     prompt: float
     output: float
-    writing: Work  # a step that writes one token of every answer
-    reading: Work  # of one prompt
-    writing_s: float
-    reading_s: float
+    decode: Work  # one decode step of all sequences
+    prefill: Work  # of one prompt
+    decode_s: float
+    prefill_s: float
     tpot_s: float
     ttft_s: float
 
 
-def steady_state(times: StepTimes, *, users: float, prompt: float, output: float, known: float = 0.0) -> SteadyState:
-    """Return what users get: a token waits for others' prompts, a prompt for those before it."""
-    c, fresh = times.coefficients, prompt - known
-    batches = (
-        Batch(decodes=users, context=prompt + output / 2),
-        Batch(prefill=fresh, behind=known + fresh / 2, firsts=1),
-    )
-    writing_s, reading_s = times(batches[0]), times(batches[1])
-    own = users / times.steps.split.data  # of those who share a device
+def steady_state(
+    times: StepTimes, *, concurrency: float, prompt: float, output: float, cached: float = 0.0
+) -> SteadyState:
+    """Return the steady state; `cached` tokens of each prompt are already in the KV cache.
+
+    A decoding sequence waits for the prefill of other requests, and a prompt waits for the prompts queued before it.
+    """
+    c, uncached = times.coefficients, prompt - cached
+    decode = Batch(decodes=concurrency, decode_context=prompt + output / 2)
+    prefill = Batch(prefill_tokens=uncached, prefill_context=cached + uncached / 2, finished_prompts=1)
+    decode_s, prefill_s = times(decode), times(prefill)
+    in_group = concurrency / times.steps.split.data
+    tokens_per_step = times.speculation.tokens_per_step
     return SteadyState(
-        users=own,
+        concurrency=in_group,
         prompt=prompt,
         output=output,
-        writing=times.steps(batches[0]),
-        reading=times.steps(batches[1]),
-        writing_s=writing_s,
-        reading_s=reading_s,
-        tpot_s=writing_s / times.drafting.per_step + own * reading_s / output * c.mixing,
-        ttft_s=c.request_s + reading_s * (1 + c.queue * own**c.queue_power) + writing_s * c.under_way,
+        decode=times.steps(decode),
+        prefill=times.steps(prefill),
+        decode_s=decode_s,
+        prefill_s=prefill_s,
+        tpot_s=decode_s / tokens_per_step + in_group * prefill_s / output * c.prefill_interference,
+        ttft_s=c.request_s
+        + prefill_s * (1 + c.queue_factor * in_group**c.queue_exponent)
+        + decode_s * c.steps_before_prefill,
     )

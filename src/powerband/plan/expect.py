@@ -1,4 +1,4 @@
-"""What a deployment that exists is expected to do on this machine, to stand beside what is measured."""
+"""The expected latencies and rates of an existing deployment on this machine, to compare with measurements."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from powerband import engines, plan
+import powerband.plan as plan
+from powerband import engines
 from powerband.core import statistics
 from powerband.core.coefficients import Coefficients
 from powerband.core.deployment import Deployment
@@ -23,30 +24,31 @@ from powerband.plan.step_time import StepTimes
 from powerband.plan.step_work import Split, Steps
 
 Expected = dict[str, dict[str, Interval]]
-_NAMES = ("p50", "p90", "p95", "p99")
+_PERCENTILES = ("p50", "p90", "p95", "p99")
 
 
-def beside(
-    found: Measurement, deployment: Deployment[Any], *, model: Model, host: Host, base: Path | None
+def with_expected(
+    measured: Measurement, deployment: Deployment[Any], *, model: Model, host: Host, base: Path | None
 ) -> Measurement:
-    """Return the measurement with what was to be expected at each of its rates; unchanged where nothing is known."""
-    on = deployed(deployment, model=model, host=host, known=calibrate.kept())
-    if on is None or not on.times.coefficients.devices or all(level.rate_per_s is None for level in found.levels):
-        return found
-    if engines.get(deployment.engine).choice_of(deployment, model=model, host=host).drafted:
-        return found  # how often drafts are accepted is nobody's guess
-    requests = plan.draw(found.workload, model, base=base)
-    levels = [_beside(level, on, requests) for level in found.levels]
-    return found.model_copy(update={"levels": tuple(levels)})
+    """Return the measurement with the expected latencies at each of its rates; unchanged without coefficients."""
+    server = server_for(deployment, model=model, host=host, known=calibrate.saved())
+    has_rates = any(level.rate_per_s is not None for level in measured.levels)
+    if server is None or not server.times.coefficients.devices or not has_rates:
+        return measured
+    if engines.get(deployment.engine).settings_of(deployment, model=model, host=host).drafted:
+        return measured  # the acceptance rate of draft tokens is unknown
+    requests = plan.sample_requests(measured.workload, model, base=base)
+    levels = [_with_expected(level, server, requests) for level in measured.levels]
+    return measured.model_copy(update={"levels": tuple(levels)})
 
 
-def _beside(level: Level, on: Server, requests: Requests) -> Level:
+def _with_expected(level: Level, server: Server, requests: Requests) -> Level:
     if level.rate_per_s is None:
         return level
-    return level.model_copy(update={"expected": expected(on, requests, level.rate_per_s)})
+    return level.model_copy(update={"expected": expected(server, requests, level.rate_per_s)})
 
 
-def deployed(
+def server_for(
     deployment: Deployment[Any],
     *,
     model: Model,
@@ -54,60 +56,63 @@ def deployed(
     known: Sequence[Coefficients],
     scheme: str | None = None,
 ) -> Server | None:
-    """Return the deployment as the simulation knows it, in the model's own scheme unless another is named.
+    """Return the simulated replica of a deployment; None if its engine or weights cannot be simulated.
 
-    Drafts are left out of it: how often they are accepted is nobody's guess. None where nobody knows its numbers.
+    Without `scheme` the weights are as published. Speculative decoding is ignored: its acceptance rate is unknown.
     """
     adapter = engines.get(deployment.engine)
     if adapter.scheduling is None or model.shape is None:
         return None
     device, _ = plan.this_machine(host)
     try:
-        numbers = plan.scheme(scheme) if scheme else plan.scheme_of(model)
-    except InputError:  # a number format that no scheme describes
+        weights = plan.scheme(scheme) if scheme else plan.published_scheme(model)
+    except InputError:  # no scheme of the catalogue describes these weights
         return None
-    own = plan.fitted(plan.coefficients(known), deployment.engine, device, numbers.name)
-    choice = adapter.choice_of(deployment, model=model, host=host)
-    if choice.cores:
-        device = device.part(choice.cores / len(host.cores))
-    expert = choice.tensor * choice.data if choice.expert else 1
-    split = Split(tensor=choice.tensor, pipeline=choice.pipeline, expert=expert, data=choice.data)
-    steps = Steps(model.shape, numbers, split, kv_bytes=adapter.scheduling.kv_formats.get(choice.kv_format, 2.0))
-    group = split.devices // split.data  # of devices that share a KV cache
+    coefficients = plan.coefficients_for(plan.coefficients(known), deployment.engine, device, weights.name)
+    settings = adapter.settings_of(deployment, model=model, host=host)
+    if settings.cores:
+        device = device.scaled(settings.cores / len(host.cores))
+    expert = settings.tensor * settings.data if settings.expert else 1
+    split = Split(tensor=settings.tensor, pipeline=settings.pipeline, expert=expert, data=settings.data)
+    steps = Steps(model.shape, weights, split, kv_bytes=adapter.scheduling.kv_formats.get(settings.kv_format, 2.0))
+    sharing = split.devices // split.data  # devices that share one KV cache
     limits = Limits(
-        sequences=choice.sequences * split.data,
-        batched_tokens=choice.batched_tokens * split.data,
-        kv_tokens=split.data * choice.kv_bytes / group / steps.kv_of(choice.context) * choice.context,
-        request_s=own.request_s,
+        sequences=settings.sequences * split.data,
+        batched_tokens=settings.batched_tokens * split.data,
+        kv_tokens=split.data * settings.kv_bytes / sharing / steps.kv_of(settings.context) * settings.context,
+        request_s=coefficients.request_s,
     )
-    return Server(StepTimes(steps, device, own), limits)
+    return Server(StepTimes(steps, device, coefficients), limits)
 
 
-def knee(on: Server, requests: Requests, slo: SLO) -> Interval:
-    """Return the rate at which the SLO is expected to be just kept; nothing where it is kept at none."""
-    found = predict.knee(on, requests, slo, flow=predict.fluid(on, requests.lengths, slo))
-    rate, spread = found.rate_per_s if found else 0.0, on.times.coefficients.tpot
+def max_rate(server: Server, requests: Requests, slo: SLO) -> Interval:
+    """Return the expected highest rate that meets the SLO; 0 if no rate does."""
+    found = predict.max_rate(server, requests, slo, estimate=predict.fluid_estimate(server, requests.lengths, slo))
+    rate, spread = found.rate_per_s if found else 0.0, server.times.coefficients.tpot
     return Interval(rate, rate / spread.high, rate / spread.low)
 
 
-def expected(on: Server, requests: Requests, rate_per_s: float) -> Expected:
-    """Play the requests at a rate, and once more with steps as slow and as quick as past errors allow."""
-    spread, plays = on.times.coefficients, {}
-    for name, prompt, token in (
+def expected(server: Server, requests: Requests, rate_per_s: float) -> Expected:
+    """Simulate the requests at a rate, with expected step times and with those at both ends of the spread."""
+    coefficients, simulated = server.times.coefficients, {}
+    for bound, prefill, decode in (
         ("value", 1.0, 1.0),
-        ("low", spread.ttft.low, spread.tpot.low),
-        ("high", spread.ttft.high, spread.tpot.high),
+        ("low", coefficients.ttft.low, coefficients.tpot.low),
+        ("high", coefficients.ttft.high, coefficients.tpot.high),
     ):
-        times = on.times.scaled(prompt=prompt, token=token)
-        found = predict.outcome(Server(times, on.limits), requests, rate_per_s)
-        plays[name] = {"ttft": sorted(found.ttft), "tpot": sorted(found.tpot)}
+        times = server.times.scaled(prefill=prefill, decode=decode)
+        found = predict.outcome_at(Server(times, server.limits), requests, rate_per_s)
+        simulated[bound] = {"ttft": sorted(found.ttft), "tpot": sorted(found.tpot)}
     return {
         metric: {
             name: Interval(
-                **{part: statistics.quantile(values[metric], float(name[1:]) / 100) for part, values in plays.items()}
+                **{
+                    bound: statistics.quantile(values[metric], float(name[1:]) / 100)
+                    for bound, values in simulated.items()
+                }
             )
-            for name in _NAMES
+            for name in _PERCENTILES
         }
         for metric in ("ttft", "tpot")
-        if all(values[metric] for values in plays.values())
+        if all(values[metric] for values in simulated.values())
     }

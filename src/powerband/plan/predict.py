@@ -1,4 +1,4 @@
-"""How fast an option is: a fluid estimate for every one, a simulation for those that could win."""
+"""Predict the highest rate within the SLO: a fluid estimate for every option, a simulation for the best of them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from powerband.plan.simulate import Limits, Outcome, simulate
 from powerband.plan.step_time import StepTimes
 
 _ROUNDS = 7
-_CLOSE = 1.04
-_BEYOND = 1.25  # steps that read prompts and write tokens at once may carry more than a steady flow
-_LEAST, _ANSWERS = 240, 6  # a play lasts for so many requests, and for so many answers one after another
-_WARM = 3  # its first third is not counted
-_GROWING = 3.0  # a queue whose last request waits so much longer than the promise grows
+_PRECISION = 1.04  # the search stops when a failing rate is within this factor of a passing one
+_MAX_OVER_FLUID = 1.25  # steps that combine prefill and decode can sustain more than the fluid estimate
+_MIN_REQUESTS = 240  # of a simulation
+_MIN_DURATION_IN_ANSWERS = 6  # of a simulation, so that a growing queue shows
+_WARMUP_DIVISOR = 3  # the first third of a simulation is not counted
+_GROWING_QUEUE = 3.0  # the queue grows if the last TTFT exceeds its limit by this factor
 
 
 @dataclass(frozen=True)
 class Requests:
-    """The workload's requests at one per second: due times are stretched to any rate."""
+    """The workload's requests at one per second; any other rate scales the due times."""
 
     due: Sequence[float]
     prompts: Sequence[int]
@@ -35,91 +36,93 @@ class Requests:
 
 
 @dataclass(frozen=True)
-class Fluid:
-    """What a steady flow of average requests gives: quick, and without percentiles."""
+class FluidEstimate:
+    """The result of a closed loop of average requests: fast to compute, without percentiles."""
 
     rate_per_s: float
     answer_s: float
-    prefill_share: float  # of the time
+    prefill_share: float  # of the engine's time
     limited_by: str
 
 
 @dataclass(frozen=True)
 class Server:
-    """A deployment as the simulation knows it: how long its steps take, and what its scheduler allows."""
+    """A simulated replica: its step times and its scheduler's limits."""
 
     times: StepTimes
     limits: Limits
 
 
-def server(option: Option, coefficients: Coefficients) -> Server:
-    """Return what an option amounts to."""
-    groups, drafting = option.split.data, option.drafting
+def server_for(option: Option, coefficients: Coefficients) -> Server:
+    """Return the simulated replica of an option."""
+    groups, speculation = option.split.data, option.speculation
     limits = Limits(
-        sequences=option.choice.sequences * groups,
-        batched_tokens=option.choice.batched_tokens * groups,
+        sequences=option.settings.sequences * groups,
+        batched_tokens=option.settings.batched_tokens * groups,
         kv_tokens=option.memory.kv_cache / option.memory.kv_per_token * groups,
         request_s=coefficients.request_s,
-        tokens_per_step=drafting.per_step,
+        tokens_per_step=speculation.tokens_per_step,
     )
-    return Server(StepTimes(option.steps, option.offer.device, coefficients, drafting=drafting), limits)
+    return Server(StepTimes(option.steps, option.offer.device, coefficients, speculation=speculation), limits)
 
 
-def fluid(on: Server, lengths: Lengths, slo: SLO) -> Fluid:
-    """Return the highest steady rate whose mean time per token keeps the SLO."""
+def fluid_estimate(server: Server, lengths: Lengths, slo: SLO) -> FluidEstimate:
+    """Return the highest rate of a closed loop whose mean TPOT meets the SLO."""
     limit = min((seconds for metric, _, seconds in slo.bounds() if metric in ("tpot", "itl")), default=math.inf)
-    room = on.limits.kv_tokens / lengths.held
-    most = max(1.0, min(float(on.limits.sequences), room))
+    fits_in_kv = server.limits.kv_tokens / lengths.mean_kv_tokens
+    most = max(1.0, min(float(server.limits.sequences), fits_in_kv))
     low, high = 1.0, most
-    if closed_loop(on.times, high, lengths).tpot_s > limit:
+    if closed_loop(server.times, high, lengths).tpot_s > limit:
         for _ in range(12):
             middle = math.sqrt(low * high)
-            low, high = (middle, high) if closed_loop(on.times, middle, lengths).tpot_s <= limit else (low, middle)
+            meets_limit = closed_loop(server.times, middle, lengths).tpot_s <= limit
+            low, high = (middle, high) if meets_limit else (low, middle)
         high = low
-    found = closed_loop(on.times, high, lengths)
-    bound = (
-        "the SLO" if high < most else "memory for the KV cache" if room < on.limits.sequences else "the batch's size"
-    )
-    return Fluid(
+    found = closed_loop(server.times, high, lengths)
+    if high < most:
+        limited_by = "the SLO"
+    else:
+        limited_by = "KV-cache memory" if fits_in_kv < server.limits.sequences else "the batch size"
+    return FluidEstimate(
         rate_per_s=high / (lengths.output * found.tpot_s),
         answer_s=lengths.output * found.tpot_s,
-        prefill_share=1 - found.writing_s / on.limits.tokens_per_step / found.tpot_s,
-        limited_by=bound,
+        prefill_share=1 - found.decode_s / server.limits.tokens_per_step / found.tpot_s,
+        limited_by=limited_by,
     )
 
 
-def closed_loop(times: StepTimes, users: float, lengths: Lengths) -> SteadyState:
-    """Return what so many users who never pause would get of average requests."""
-    known = lengths.prompt * lengths.known_share
-    return steady_state(times, users=users, prompt=lengths.prompt, output=lengths.output, known=known)
+def closed_loop(times: StepTimes, concurrency: float, lengths: Lengths) -> SteadyState:
+    """Return the steady state of a closed loop of average requests."""
+    cached = lengths.prompt * lengths.cached_share
+    return steady_state(times, concurrency=concurrency, prompt=lengths.prompt, output=lengths.output, cached=cached)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The rate at which the SLO is just kept, and what requests get there."""
+    """The highest rate that meets the SLO, and the simulated latencies at that rate."""
 
     rate_per_s: float
     outcome: Outcome
 
 
-def outcome(on: Server, requests: Requests, rate_per_s: float, *, answer_s: float = 0.0) -> Outcome:
-    """Play the requests at a rate, for long enough that a queue would show."""
-    count = min(len(requests.due), max(_LEAST, int(rate_per_s * answer_s * _ANSWERS)))
+def outcome_at(server: Server, requests: Requests, rate_per_s: float, *, answer_s: float = 0.0) -> Outcome:
+    """Simulate the requests at a rate, for long enough that a growing queue shows."""
+    count = min(len(requests.due), max(_MIN_REQUESTS, int(rate_per_s * answer_s * _MIN_DURATION_IN_ANSWERS)))
     due = array("d", (moment / rate_per_s for moment in requests.due[:count]))
     return simulate(
         due,
         requests.prompts,
         requests.outputs,
-        on.times,
-        on.limits,
-        known_share=requests.lengths.known_share,
-        warm=count // _WARM,
+        server.times,
+        server.limits,
+        cached_share=requests.lengths.cached_share,
+        warmup=count // _WARMUP_DIVISOR,
     )
 
 
-def keeps(slo: SLO, found: Outcome) -> bool:
-    """Tell whether a simulated outcome keeps the SLO, and does so however long one looks."""
-    if found.refused or not found.e2e:
+def meets(slo: SLO, found: Outcome) -> bool:
+    """Return whether a simulated outcome meets the SLO and its queue does not grow."""
+    if found.rejected or not found.e2e:
         return False
     values = {
         "ttft": sorted(found.ttft),
@@ -130,31 +133,31 @@ def keeps(slo: SLO, found: Outcome) -> bool:
     for metric, share, limit in slo.bounds():
         if values[metric] and statistics.quantile(values[metric], share) > limit:
             return False
-    patience = max((limit for metric, _, limit in slo.bounds() if metric == "ttft"), default=math.inf)
-    return found.waiting_s <= _GROWING * patience
+    max_ttft = max((limit for metric, _, limit in slo.bounds() if metric == "ttft"), default=math.inf)
+    return found.last_ttft_s <= _GROWING_QUEUE * max_ttft
 
 
-def knee(on: Server, requests: Requests, slo: SLO, *, flow: Fluid) -> Prediction | None:
-    """Return the highest rate that keeps the SLO, looking around what a steady flow could; None where none does."""
-    holds, breaks, rate = 0.0, flow.rate_per_s * _BEYOND, flow.rate_per_s * 0.75
+def max_rate(server: Server, requests: Requests, slo: SLO, *, estimate: FluidEstimate) -> Prediction | None:
+    """Return the highest rate that meets the SLO, searched around the fluid estimate; None if no rate does."""
+    passing, failing, rate = 0.0, estimate.rate_per_s * _MAX_OVER_FLUID, estimate.rate_per_s * 0.75
     best: Outcome | None = None
     for _ in range(_ROUNDS):
-        found = outcome(on, requests, rate, answer_s=flow.answer_s)
-        if keeps(slo, found):
-            holds, best = rate, found
+        found = outcome_at(server, requests, rate, answer_s=estimate.answer_s)
+        if meets(slo, found):
+            passing, best = rate, found
         else:
-            breaks = rate
-        if not holds:
-            rate = breaks / 3
-        elif breaks / holds < _CLOSE:
+            failing = rate
+        if not passing:
+            rate = failing / 3
+        elif failing / passing < _PRECISION:
             break
         else:
-            rate = math.sqrt(holds * breaks)
-    return Prediction(holds, best) if best is not None else None
+            rate = math.sqrt(passing * failing)
+    return Prediction(passing, best) if best is not None else None
 
 
 def percentiles(values: Sequence[float], spread: Spread, names: Sequence[str]) -> dict[str, Interval]:
-    """Return percentiles with the interval that past errors give."""
+    """Return percentiles with the interval of past prediction errors."""
     ordered = sorted(values)
     found = {}
     for name in names:

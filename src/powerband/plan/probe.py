@@ -1,4 +1,4 @@
-"""Short probes of a real engine: bursts of equal requests, whose steps do nothing else meanwhile."""
+"""Short probes of a running engine: bursts of equal requests that isolate single kinds of steps."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from powerband.load import generator, prompts, tokens
 from powerband.load.wire import Target
 from powerband.runtime.replica import Replica
 
-_ROUNDS = 5  # a machine is not the same from one minute to the next
-_MOST_S = 420.0
-_LEAST = 6
+_ROUNDS = 5  # repeated, because a machine's speed drifts
+_MAX_S = 420.0
+_MIN_RESULTS = 6
 
 
 @dataclass(frozen=True)
 class Probe:
-    """So many requests at once."""
+    """A burst of equal requests that are sent at once."""
 
-    users: int
+    concurrency: int
     prompt: int
     output: int
 
 
-# One user reads prompts of several lengths and writes at several depths; more users show what a batch costs.
+# Concurrency 1 covers prompt lengths and context lengths; higher concurrency covers the cost of a batch.
 PROBES = (
     Probe(1, 32, 32), Probe(1, 128, 16), Probe(1, 384, 16), Probe(1, 1024, 24),
     Probe(2, 32, 32), Probe(3, 32, 32), Probe(4, 32, 32), Probe(6, 32, 32), Probe(8, 32, 32), Probe(16, 32, 32),
     Probe(2, 384, 24), Probe(4, 128, 24), Probe(8, 128, 24),
 )  # fmt: skip
-# And unlike requests one after another, as traffic is: what a burst shows is not quite what traffic gets.
-TRAFFIC = {"prompt": {"shape": "lognormal", "median": 80, "p95": 300, "max": 480},
-           "output": {"shape": "lognormal", "median": 24, "p95": 64, "max": 96}}  # fmt: skip
-TRAFFIC_USERS = (2, 4, 8)
-_TURNS = 6  # requests of each user, in each round
-LONGEST = max(one.prompt + one.output for one in PROBES) + 512  # with room for a chat template
-MOST_USERS = max(one.users for one in PROBES)
+# Closed loops with requests of mixed lengths show by how much steps under mixed load differ from those of a burst.
+MIXED_LENGTHS = {"prompt": {"shape": "lognormal", "median": 80, "p95": 300, "max": 480},
+                 "output": {"shape": "lognormal", "median": 24, "p95": 64, "max": 96}}  # fmt: skip
+MIXED_CONCURRENCY = (2, 4, 8)
+_REQUESTS_PER_SLOT = 6  # of a closed loop, in each round
+MAX_CONTEXT = max(one.prompt + one.output for one in PROBES) + 512  # the margin is for a chat template
+MAX_CONCURRENCY = max(one.concurrency for one in PROBES)
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What a probe showed: when the last user had a first token, and how long a step takes in which all get one."""
+    """The latencies of a burst: TTFT of the slowest request, and the mean duration of a full decode step."""
 
     probe: Probe
     ttft_s: float
@@ -56,9 +56,9 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class ConcurrentProbe:
-    """Users who never pause, with unlike requests, and how long all of them took."""
+    """A closed loop with requests of mixed lengths, and its total duration."""
 
-    users: int
+    concurrency: int
     prompts: tuple[int, ...]
     outputs: tuple[int, ...]
     seconds: float
@@ -66,64 +66,71 @@ class ConcurrentProbe:
 
 async def probe(
     replica: Replica,
-    choice: EngineSettings,
+    settings: EngineSettings,
     *,
-    say: Callable[[int, ProbeResult], None] = lambda *_: None,
-    most_s: float = _MOST_S,
+    report: Callable[[int, ProbeResult], None] = lambda *_: None,
+    max_s: float = _MAX_S,
 ) -> tuple[list[ProbeResult], list[ConcurrentProbe]]:
-    """Run the probes that the deployment has room for, and some traffic, round after round."""
+    """Run all probes that fit the deployment's limits, in several rounds."""
     headers = tuple(replica.request_headers.items())
-    target = Target(replica.url, await replica.model_name(), headers, keep_alive=replica.engine.keeps_connections)
-    vocabulary = tokens.vocabulary(choice.source)
-    fitting = [one for one in PROBES if one.prompt + one.output < choice.context and one.users <= choice.sequences]
-    found: list[ProbeResult] = []
-    crowds: list[ConcurrentProbe] = []
+    target = Target(replica.url, await replica.model_name(), headers, keep_alive=replica.engine.keep_alive)
+    vocabulary = tokens.vocabulary(settings.source)
+    fitting = [
+        one for one in PROBES if one.prompt + one.output < settings.context and one.concurrency <= settings.sequences
+    ]
+    results: list[ProbeResult] = []
+    concurrent: list[ConcurrentProbe] = []
     began = time.monotonic()
-    await asyncio.to_thread(
-        _burst, target, vocabulary, fitting[0], seed=1
-    )  # the first request of all is not like others
+    await asyncio.to_thread(_burst, target, vocabulary, fitting[0], seed=1)  # warm-up: the first request is slower
     for turn in range(_ROUNDS):
         for number, one in enumerate(fitting):
-            if turn and time.monotonic() - began > most_s:
+            if turn and time.monotonic() - began > max_s:
                 break
             records = await asyncio.to_thread(_burst, target, vocabulary, one, seed=1000 * (turn + 1) + number)
-            if seen := _read(one, records):
-                found.append(seen)
-                say(turn + 1, seen)
-        for users in TRAFFIC_USERS:
-            if users <= choice.sequences and time.monotonic() - began < most_s:
-                crowds.append(await asyncio.to_thread(_crowd, target, vocabulary, users, seed=77 * turn + users))
-    if len(found) < _LEAST:
+            if result := _result(one, records):
+                results.append(result)
+                report(turn + 1, result)
+        for concurrency in MIXED_CONCURRENCY:
+            if concurrency <= settings.sequences and time.monotonic() - began < max_s:
+                seed = 77 * turn + concurrency
+                concurrent.append(await asyncio.to_thread(_closed_loop, target, vocabulary, concurrency, seed=seed))
+    if len(results) < _MIN_RESULTS:
         raise InvalidMeasurement(
-            "too few probes were answered", hint="is the machine busy? give the model more context"
+            f"{len(results)} probes gave a usable result, and calibration needs {_MIN_RESULTS}",
+            hint="stop other work on this machine, or raise the engine's context length",
         )
-    return found, crowds
+    return results, concurrent
 
 
-def _crowd(target: Target, vocabulary: tokens.Vocabulary, users: int, *, seed: int) -> ConcurrentProbe:
-    closed = {"arrivals": {"process": "closed", "users": users}, "seed": seed}
-    traffic = prompts.prepare(Workload.model_validate(closed | TRAFFIC), users * _TURNS, vocabulary=vocabulary)
+def _closed_loop(target: Target, vocabulary: tokens.Vocabulary, concurrency: int, *, seed: int) -> ConcurrentProbe:
+    closed = {"arrivals": {"process": "closed", "users": concurrency}, "seed": seed}
+    workload = Workload.model_validate(closed | MIXED_LENGTHS)
+    traffic = prompts.prepare(workload, concurrency * _REQUESTS_PER_SLOT, vocabulary=vocabulary)
     records = generator.drive(target, traffic).records
     seconds = (max(records["end"]) - min(records["due"])) / 1e9
-    return ConcurrentProbe(users, tuple(traffic.prompt_tokens), tuple(traffic.output_tokens), seconds)
+    return ConcurrentProbe(concurrency, tuple(traffic.prompt_tokens), tuple(traffic.output_tokens), seconds)
 
 
 def _burst(target: Target, vocabulary: tokens.Vocabulary, one: Probe, *, seed: int) -> Records:
     workload = Workload.model_validate(
         {
-            "arrivals": {"process": "closed", "users": one.users},
+            "arrivals": {"process": "closed", "users": one.concurrency},
             "prompt": {"shape": "fixed", "tokens": one.prompt},
             "output": {"shape": "fixed", "tokens": one.output},
             "seed": seed,
         }
     )
-    traffic = prompts.prepare(workload, one.users, vocabulary=vocabulary)
+    traffic = prompts.prepare(workload, one.concurrency, vocabulary=vocabulary)
     return generator.drive(target, traffic).records
 
 
-def _read(one: Probe, records: Records) -> ProbeResult | None:
-    """Look at the gaps between the last first token and the first end: nobody's prompt is read there."""
-    if len(records) < one.users or not all(records.complete()):
+def _result(one: Probe, records: Records) -> ProbeResult | None:
+    """Return the latencies of a burst; None if a request failed or no full decode step was seen.
+
+    Between the last first token and the first finished request no prompt is prefilled, so a gap there is the duration
+    of one decode step of the whole batch.
+    """
+    if len(records) < one.concurrency or not all(records.complete()):
         return None
     begin, end = max(records["first"]), min(records["end"])
     gaps = []

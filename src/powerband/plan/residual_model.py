@@ -1,4 +1,7 @@
-"""What the roofline leaves: learned from measured rows as boosted trees, kept as data, added up in plain Python."""
+"""Corrects the roofline's errors with boosted trees fitted to measurements.
+
+The trees are stored as data in the catalogue and evaluated in plain Python.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from powerband.core.coefficients import Spread
 from powerband.plan.closed_loop import SteadyState
 from powerband.plan.step_time import StepTimes
 
-ENGINES = ("vllm", "sglang", "trtllm")  # in the order in which a tree knows them
-FORMATS = ("bf16", "fp8", "fp4")
-Tree = list[Any]  # [feature, threshold, left, right] down to numbers
+ENGINES = ("vllm", "sglang", "trtllm")  # the position is a feature of the trees
+FORMATS = ("bf16", "fp8", "fp4")  # likewise
+Tree = list[Any]  # nested [feature, threshold, left, right]; leaves are numbers
 
 
 class Correction(NamedTuple):
-    """By which factors the roofline is off, and how far off that leaves it."""
+    """Factors that correct the roofline's latencies, and the spread of the errors that remain."""
 
     ttft: float
     tpot: float
@@ -30,43 +33,43 @@ class Correction(NamedTuple):
 
 @dataclass(frozen=True)
 class ResidualModel:
-    """What measured rows teach of an engine."""
+    """The corrections for one engine."""
 
-    trees: dict[str, list[Tree]]  # by latency; a logarithm of measured / roofline
-    known_configs: dict[
-        str, float
-    ]  # what is left of time per token where the very model, device and split were measured
-    spreads: dict[str, dict[str, Spread]]  # by 'known' or 'new' cell, then by latency
+    trees: dict[str, list[Tree]]  # by latency; their sum is log(measured / roofline)
+    known_configs: dict[str, float]  # offset of log TPOT for each measured configuration, by its `config_keys`
+    spreads: dict[str, dict[str, Spread]]  # by 'known' or 'new' configuration, then by latency
 
     def __call__(self, engine: str, times: StepTimes, found: SteadyState) -> Correction:
-        """Return the factors at a working point."""
+        """Return the correction at a steady state."""
         row = features(engine, times, found)
         ttft, tpot = (sum(_leaf(tree, row) for tree in self.trees[name]) for name in ("ttft", "tpot"))
-        names = known_configs(times)
-        spread = self.spreads["known" if names[0] in self.known_configs else "new"]
-        tpot += sum(self.known_configs.get(name, 0.0) for name in names)
+        keys = config_keys(times)
+        spread = self.spreads["known" if keys[0] in self.known_configs else "new"]
+        tpot += sum(self.known_configs.get(key, 0.0) for key in keys)
         return Correction(math.exp(ttft), math.exp(tpot), spread["ttft"], spread["tpot"])
 
 
 def corrected(engine: str, times: StepTimes, found: SteadyState) -> StepTimes:
-    """Return the step times as measured rows correct them, where a device and a split like these were measured."""
-    own, steps = times.coefficients, times.steps
-    measured = own.scheme is None and times.device.name in own.devices and steps.split.pipeline == 1
-    if (
-        not measured
-        or steps.scheme.multiplies_in(times.device.tflops) not in FORMATS
-        or not (taught := learned(engine))
-    ):
+    """Return corrected step times, or `times` itself if the device, split or data type was not measured."""
+    coefficients, steps = times.coefficients, times.steps
+    measured = (
+        coefficients.scheme is None
+        and times.device.name in coefficients.devices
+        and steps.split.pipeline == 1
+        and steps.scheme.compute_dtype(times.device.tflops) in FORMATS
+    )
+    if not measured or not (model := load(engine)):
         return times
-    found_off = taught(engine, times, found)
-    spreads = {"ttft": found_off.ttft_spread, "tpot": found_off.tpot_spread}
-    better = StepTimes(steps, times.device, own.model_copy(update=spreads), drafting=times.drafting)
-    return better.scaled(prompt=found_off.ttft, token=found_off.tpot)
+    correction = model(engine, times, found)
+    spreads = {"ttft": correction.ttft_spread, "tpot": correction.tpot_spread}
+    coefficients = coefficients.model_copy(update=spreads)
+    better = StepTimes(steps, times.device, coefficients, speculation=times.speculation)
+    return better.scaled(prefill=correction.ttft, decode=correction.tpot)
 
 
 @cache
-def learned(engine: str) -> ResidualModel | None:
-    """Return what the catalogue knows of an engine."""
+def load(engine: str) -> ResidualModel | None:
+    """Return the residual model of an engine from the catalogue; None if there is none."""
     if engine not in catalog.names("residual"):
         return None
     data = json.loads(catalog.text("residual", engine))
@@ -74,30 +77,33 @@ def learned(engine: str) -> ResidualModel | None:
     return ResidualModel(data["trees"], data["known_configs"], spreads)
 
 
-def known_configs(times: StepTimes) -> tuple[str, str]:
-    """Return the names of a model on a device in a number format, and of that with its split."""
+def config_keys(times: StepTimes) -> tuple[str, str]:
+    """Return the keys of a configuration: model, device and scheme; and the same with the split."""
     shape, scheme = times.steps.shape, times.steps.scheme
-    whole = f"{shape.depth}x{shape.hidden} {shape.parameters / 1e9:.0f}B {times.device.name} {scheme.name}"
-    return whole, f"{whole} {times.steps.split}"
+    key = f"{shape.depth}x{shape.hidden} {shape.parameters / 1e9:.0f}B {times.device.name} {scheme.name}"
+    return key, f"{key} {times.steps.split}"
 
 
 def features(engine: str, times: StepTimes, found: SteadyState) -> list[float]:
-    """What the rest is learned from: loads, splits, and which part of a step each kind of work is. No names."""
+    """Return the inputs of the trees: load, split, and the share of each kind of work in a step.
+
+    They contain no model or device names, so the trees apply to new ones.
+    """
     steps, device = times.steps, times.device
-    write, read, step, prompt = found.writing, found.reading, found.writing_s, found.reading_s
-    number_format = steps.scheme.multiplies_in(device.tflops)
-    flops, bandwidth, link, bf16 = device.flops(number_format), device.bandwidth, device.link, device.flops("bf16")
+    decode, prefill, decode_s, prefill_s = found.decode, found.prefill, found.decode_s, found.prefill_s
+    dtype = steps.scheme.compute_dtype(device.tflops)
+    flops, bandwidth, link, bf16 = device.flops(dtype), device.bandwidth, device.link, device.flops("bf16")
     log = math.log
     return [
-        log(found.users), log(found.prompt), log(found.output),
+        log(found.concurrency), log(found.prompt), log(found.output),
         log(steps.split.tensor), log(steps.split.data), log(steps.split.expert),
-        float(ENGINES.index(engine)), float(FORMATS.index(number_format)), float(steps.shape.experts > 0),
-        log(write.weight_bytes / bandwidth / step), log(write.kv_bytes / bandwidth / step),
-        log(write.flops / flops / step + 1e-6), log(found.users * prompt / found.output / step),
-        log(read.flops / flops / prompt), log(read.weight_bytes / bandwidth / prompt),
-        log(read.attention_flops / bf16 / prompt + 1e-6), log(write.reduce_bytes / link / step + 1e-4),
-        write.rounds / 100, log(write.exchange_bytes / link / step + 1e-4), log(write.layers),
-        log(bandwidth / flops * 1e3), log(step), log(prompt), log(found.users * found.prompt),
+        float(ENGINES.index(engine)), float(FORMATS.index(dtype)), float(steps.shape.experts > 0),
+        log(decode.weight_bytes / bandwidth / decode_s), log(decode.kv_bytes / bandwidth / decode_s),
+        log(decode.flops / flops / decode_s + 1e-6), log(found.concurrency * prefill_s / found.output / decode_s),
+        log(prefill.flops / flops / prefill_s), log(prefill.weight_bytes / bandwidth / prefill_s),
+        log(prefill.attention_flops / bf16 / prefill_s + 1e-6), log(decode.all_reduce_bytes / link / decode_s + 1e-4),
+        decode.collectives / 100, log(decode.all_to_all_bytes / link / decode_s + 1e-4), log(decode.layers),
+        log(bandwidth / flops * 1e3), log(decode_s), log(prefill_s), log(found.concurrency * found.prompt),
     ]  # fmt: skip
 
 

@@ -1,7 +1,7 @@
-"""Play a workload through an engine's scheduler: continuous batching, chunked prefill, a bounded KV cache.
+"""Simulate an engine's scheduler on a workload: continuous batching, chunked prefill, a bounded KV cache.
 
-Between two events (an arrival, an end) the batch does not change, so its steps are taken in one go: a thousand requests
-cost milliseconds, and percentiles come out where a formula gives means.
+Between two events (an arrival, a finished sequence) the batch does not change, so all decode steps in between are
+computed at once. A thousand requests take milliseconds and give percentiles, where a formula gives only means.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from powerband.plan.step_work import Batch
 
 @dataclass(frozen=True)
 class Limits:
-    """What the engine's scheduler allows."""
+    """The limits of the engine's scheduler."""
 
-    sequences: int  # answers that are written at once
-    batched_tokens: int  # tokens of one step
-    kv_tokens: float  # tokens that the KV cache holds
+    sequences: int  # that run at once
+    batched_tokens: int  # of one step
+    kv_tokens: float  # capacity of the KV cache
     request_s: float = 0.0  # before a request reaches the queue
-    tokens_per_step: float = 1.0  # more than one with speculation
+    tokens_per_step: float = 1.0  # of one sequence; more than 1 with speculative decoding
 
 
 @dataclass
 class Outcome:
-    """What each request got, in the order of arrival; a request that never fits is not in it."""
+    """The latencies of each request in order of arrival, without the requests that exceed the KV cache."""
 
     ttft: array[float] = field(default_factory=lambda: array("d"))
     tpot: array[float] = field(default_factory=lambda: array("d"))
     e2e: array[float] = field(default_factory=lambda: array("d"))
-    refused: int = 0
-    waiting_s: float = 0.0  # how long the last request waited for its first token
+    rejected: int = 0
+    last_ttft_s: float = 0.0  # large if the queue grows
 
 
 @dataclass
 class _Prompt:
     number: int
     due: float
-    left: float  # tokens still to compute
-    done: float  # tokens that are in the cache
+    remaining: float  # tokens still to prefill
+    cached: float  # tokens in the KV cache
     output: int
 
 
@@ -53,66 +53,68 @@ def simulate(
     step_s: Callable[[Batch], float],
     limits: Limits,
     *,
-    known_share: float = 0.0,
-    warm: int = 0,
+    cached_share: float = 0.0,
+    warmup: int = 0,
 ) -> Outcome:
-    """Serve the requests and return what each of them got; the first `warm` of them are not told."""
+    """Return the latencies of the requests, without the first `warmup` of them.
+
+    `cached_share` of every prompt is already in the KV cache.
+    """
     count = len(due)
     ttft, ends = array("d", bytes(8 * count)), array("d", bytes(8 * count))
     waiting: deque[_Prompt] = deque()
-    reading: deque[_Prompt] = deque()  # prompts that are being computed
-    writing: list[tuple[float, int, float]] = []  # (step at which it ends, number, tokens it holds then)
-    now, step, arrived, held, context, refused = 0.0, 0.0, 0, 0.0, 0.0, 0
+    prefilling: deque[_Prompt] = deque()
+    decoding: list[tuple[float, int, float]] = []  # heap of (final step, request, its KV tokens at that step)
+    now, step, arrived, reserved, context, rejected = 0.0, 0.0, 0, 0.0, 0.0, 0
     served = [False] * count
     rate = limits.tokens_per_step
 
     def admit() -> None:
-        nonlocal held, refused
-        while waiting and len(writing) + len(reading) < limits.sequences:
+        nonlocal reserved, rejected
+        while waiting and len(decoding) + len(prefilling) < limits.sequences:
             first = waiting[0]
-            need = first.left + first.done + first.output
-            if need > limits.kv_tokens:
+            needed = first.remaining + first.cached + first.output
+            if needed > limits.kv_tokens:
                 waiting.popleft()
-                refused += 1
+                rejected += 1
                 continue
-            if held + need > limits.kv_tokens:
+            if reserved + needed > limits.kv_tokens:
                 return
-            held += need
-            reading.append(waiting.popleft())
+            reserved += needed
+            prefilling.append(waiting.popleft())
 
-    while arrived < count or waiting or reading or writing:
+    while arrived < count or waiting or prefilling or decoding:
         while arrived < count and due[arrived] + limits.request_s <= now:
-            known = known_share * prompts[arrived]
-            waiting.append(_Prompt(arrived, due[arrived], prompts[arrived] - known, known, outputs[arrived]))
+            cached = cached_share * prompts[arrived]
+            waiting.append(_Prompt(arrived, due[arrived], prompts[arrived] - cached, cached, outputs[arrived]))
             arrived += 1
         admit()
-        decodes = len(writing)
-        if reading:
-            budget, chunk, behind, firsts = max(1.0, limits.batched_tokens - decodes), 0.0, 0.0, 0
+        decodes = len(decoding)
+        if prefilling:
+            budget, tokens, attended = max(1.0, limits.batched_tokens - decodes), 0.0, 0.0
             finished: list[_Prompt] = []
-            while reading and budget > 0:
-                prompt = reading[0]
-                part = min(budget, prompt.left)
-                behind += part * (prompt.done + part / 2)
-                chunk, budget = chunk + part, budget - part
-                prompt.left, prompt.done = prompt.left - part, prompt.done + part
-                if prompt.left > 0:
+            while prefilling and budget > 0:
+                prompt = prefilling[0]
+                chunk = min(budget, prompt.remaining)
+                attended += chunk * (prompt.cached + chunk / 2)
+                tokens, budget = tokens + chunk, budget - chunk
+                prompt.remaining, prompt.cached = prompt.remaining - chunk, prompt.cached + chunk
+                if prompt.remaining > 0:
                     break
-                finished.append(reading.popleft())
-                firsts += 1
+                finished.append(prefilling.popleft())
             mean = context / decodes if decodes else 0.0
-            now += step_s(Batch(chunk, behind / chunk if chunk else 0.0, decodes, mean, firsts))
+            now += step_s(Batch(tokens, attended / tokens if tokens else 0.0, decodes, mean, len(finished)))
             step += 1
             context += decodes * rate
             for prompt in finished:
                 ttft[prompt.number] = now - prompt.due
-                left = max(0, prompt.output - 1) / rate
-                heapq.heappush(writing, (step + left, prompt.number, prompt.done + prompt.output))
-                context += prompt.done + 1
-        elif writing:
-            until_end = max(1.0, -(-(writing[0][0] - step) // 1))
+                final = step + max(0, prompt.output - 1) / rate
+                heapq.heappush(decoding, (final, prompt.number, prompt.cached + prompt.output))
+                context += prompt.cached + 1
+        elif decoding:
+            until_end = max(1.0, -(-(decoding[0][0] - step) // 1))
             mean = context / decodes
-            each = step_s(Batch(decodes=decodes, context=mean + until_end * rate / 2))
+            each = step_s(Batch(decodes=decodes, decode_context=mean + until_end * rate / 2))
             steps = until_end
             if arrived < count:
                 gap = due[arrived] + limits.request_s - now
@@ -123,18 +125,18 @@ def simulate(
         elif arrived < count:
             now = due[arrived] + limits.request_s
             continue
-        while writing and writing[0][0] <= step + 1e-9:
-            _, number, tokens = heapq.heappop(writing)
+        while decoding and decoding[0][0] <= step + 1e-9:
+            _, number, kv_tokens = heapq.heappop(decoding)
             ends[number], served[number] = now, True
-            held -= tokens
-            context = max(0.0, context - tokens)
-    found = Outcome(refused=refused)
-    for number in range(warm, count):
+            reserved -= kv_tokens
+            context = max(0.0, context - kv_tokens)
+    found = Outcome(rejected=rejected)
+    for number in range(warmup, count):
         if served[number]:
-            whole = ends[number] - due[number]
+            e2e = ends[number] - due[number]
             found.ttft.append(ttft[number])
-            found.e2e.append(whole)
+            found.e2e.append(e2e)
             if outputs[number] > 1:
-                found.tpot.append((whole - ttft[number]) / (outputs[number] - 1))
-    found.waiting_s = found.ttft[-1] if found.ttft else 0.0
+                found.tpot.append((e2e - ttft[number]) / (outputs[number] - 1))
+    found.last_ttft_s = found.ttft[-1] if found.ttft else 0.0
     return found

@@ -1,4 +1,4 @@
-"""What one step of an engine moves and computes on each device: bytes, operations, messages. No times."""
+"""The work of one engine step on each device: bytes, operations and collectives. No times."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from powerband.core.shape import Layers, Shape
 
 @dataclass(frozen=True)
 class Split:
-    """How one replica is spread over devices."""
+    """How one replica is distributed over devices: tensor, pipeline, expert and data parallelism."""
 
     tensor: int = 1
     pipeline: int = 1
-    expert: int = 1  # routed experts are dealt out over so many groups of devices
-    data: int = 1  # attention is done by so many groups, each for its own requests
+    expert: int = 1  # groups of devices that the routed experts are divided over
+    data: int = 1  # groups of devices whose attention serves different requests
 
     @property
     def devices(self) -> int:
-        """Return the devices of a replica."""
+        """Return the devices per replica."""
         return self.tensor * self.pipeline * self.data
 
     @property
     def expert_slices(self) -> int:
-        """Return into how many pieces each expert is cut."""
+        """Return over how many devices each expert is split."""
         return max(1, self.tensor * self.data // self.expert)
 
     def __str__(self) -> str:
@@ -34,108 +34,108 @@ class Split:
 
 
 class Batch(NamedTuple):
-    """What one step works on, over all devices of a replica."""
+    """The tokens of one step, over all devices of a replica."""
 
-    prefill: float = 0.0  # prompt tokens that are computed
-    behind: float = 0.0  # mean tokens of context that each of them looks at
-    decodes: float = 0.0  # sequences that get their next token
-    context: float = 0.0  # mean tokens that each of them has
-    firsts: float = 0.0  # prompts that end in this step, and need the output table
-    width: float = 1.0  # tokens of each of the sequences: more than one where drafts are checked
+    prefill_tokens: float = 0.0
+    prefill_context: float = 0.0  # mean number of tokens that a prefill token attends to
+    decodes: float = 0.0  # sequences that decode
+    decode_context: float = 0.0  # mean number of tokens of those sequences
+    finished_prompts: float = 0.0  # prompts whose prefill ends in this step: they need the output embedding
+    tokens_per_decode: float = 1.0  # more than 1 if draft tokens are verified
 
     @property
     def tokens(self) -> float:
-        """Return the tokens that pass the layers."""
-        return self.prefill + self.decodes * self.width
+        """Return the tokens that the layers process."""
+        return self.prefill_tokens + self.decodes * self.tokens_per_decode
 
 
 class Work(NamedTuple):
-    """One step's work on the busiest device."""
+    """The work of one step on the busiest device."""
 
     weight_bytes: float
     kv_bytes: float
-    flops: float  # with weights
+    flops: float  # multiplications with weights
     attention_flops: float
-    reduce_bytes: float  # sent over the links to add up partial sums
-    exchange_bytes: float  # sent to reach experts elsewhere
-    rounds: float  # messages that everybody waits for
+    all_reduce_bytes: float
+    all_to_all_bytes: float  # tokens sent to experts on other devices
+    collectives: float  # number of collective operations
     layers: float
     sequences: float
 
 
 class Steps:
-    """The work of steps of one model, in one scheme and KV format, split in one way."""
+    """Computes the work of steps for one model, scheme, KV format and split."""
 
     def __init__(self, shape: Shape, scheme: Scheme, split: Split, *, kv_bytes: float = 2.0) -> None:
         self.shape, self.scheme, self.split, self.kv_bytes = shape, scheme, split, kv_bytes
-        own, slices = split.tensor, split.expert_slices
+        tensor, slices = split.tensor, split.expert_slices
         self._dense_bytes = self._dense_flops = self._expert_flops = self._scores = 0.0
-        self._experts: list[tuple[float, float]] = []  # bytes of a group's experts here, share that a token passes
-        self._windows: list[tuple[float, int | None]] = []
+        self._experts: list[tuple[float, float]] = []  # (expert bytes on this device, share of experts a token uses)
+        self._windows: list[tuple[float, int | None]] = []  # (KV bytes per token, sliding window)
         self._routed_layers = 0
         for one in shape.layers:
-            plain = one.attention + one.dense
-            self._dense_bytes += one.count * (plain * scheme.linear_bits + one.router * scheme.router_bits) / 8 / own
-            self._dense_flops += 2.0 * one.count * (plain + one.router) / own
+            dense = one.attention + one.dense
+            self._dense_bytes += one.count * (dense * scheme.linear_bits + one.router * scheme.router_bits) / 8 / tensor
+            self._dense_flops += 2.0 * one.count * (dense + one.router) / tensor
             if one.experts:
                 each = one.expert * scheme.expert_bits() / 8 / slices
                 self._experts.append((one.count * each * one.experts / split.expert, one.active / one.experts))
                 self._expert_flops += 2.0 * one.count * one.active * one.expert / (split.expert * slices)
                 self._routed_layers += one.count
-            share = _kv_share(one, own)
+            share = _kv_share(one, tensor)
             self._windows.append((one.count * one.kv * kv_bytes * share, one.window))
-            self._scores += 2.0 * one.count * one.scores / own
-        self._state = 2.0 * shape.state_elements() * 4 / own
-        self._head_bytes = shape.vocabulary * shape.hidden * scheme.head_bits / 8 / own
-        self._head_flops = 2.0 * shape.vocabulary * shape.hidden / own
+            self._scores += 2.0 * one.count * one.scores / tensor
+        self._state = 2.0 * shape.state_elements() * 4 / tensor
+        self._head_bytes = shape.vocabulary * shape.hidden * scheme.head_bits / 8 / tensor
+        self._head_flops = 2.0 * shape.vocabulary * shape.hidden / tensor
         self._pipeline = float(split.pipeline)
         self._kv_token = self.kv_of(1.0) * self._pipeline
         self._depth, self._hidden_bytes = float(shape.depth), shape.hidden * 2.0
-        spread = split.expert > 1 or split.data > 1
-        exchanges = 2.0 * self._routed_layers if spread else 0.0
-        self._sums = 2.0 * self._depth if own > 1 else 0.0
-        self._rounds = self._sums + exchanges + (self._pipeline - 1)
+        distributed = split.expert > 1 or split.data > 1
+        all_to_alls = 2.0 * self._routed_layers if distributed else 0.0
+        self._all_reduces = 2.0 * self._depth if tensor > 1 else 0.0
+        self._collectives = self._all_reduces + all_to_alls + (self._pipeline - 1)
         active = max((one.active for one in shape.layers), default=0)
-        self._exchange_bytes = exchanges / own * min(active, split.expert) * self._hidden_bytes
+        self._all_to_all_bytes = all_to_alls / tensor * min(active, split.expert) * self._hidden_bytes
 
     def kv_of(self, context: float) -> float:
-        """Return the bytes that a sequence of so many tokens keeps on the busiest device."""
-        kept = sum(each * min(context, window or context) for each, window in self._windows)
-        return (kept + self._state / 2) / self._pipeline
+        """Return the KV-cache bytes of a sequence of this many tokens on the busiest device."""
+        cached = sum(each * min(context, window or context) for each, window in self._windows)
+        return (cached + self._state / 2) / self._pipeline
 
     @property
     def weight_bytes(self) -> float:
-        """Return what one device holds of the weights."""
+        """Return the bytes of weights on one device."""
         experts = sum(each for each, _ in self._experts)
-        table = self.shape.embedding * self.scheme.embedding_bits / 8 / self.split.tensor if not self.shape.tied else 0
-        return (self._dense_bytes + experts) / self._pipeline + self._head_bytes + table
+        embedding = self.shape.embedding * self.scheme.embedding_bits / 8 / self.split.tensor
+        return (self._dense_bytes + experts) / self._pipeline + self._head_bytes + (0 if self.shape.tied else embedding)
 
     def __call__(self, batch: Batch) -> Work:
-        """Return the work of a step; a pipeline's stages are passed one after another, so their work adds up."""
+        """Return the work of a step; pipeline stages run one after another, so their work adds up."""
         data = self.split.data
-        local, whole = batch.tokens / data, batch.tokens
-        experts = sum(each * (1 - (1 - share) ** whole) for each, share in self._experts)
-        outputs = (batch.decodes * batch.width + batch.firsts) / data
+        local, total = batch.tokens / data, batch.tokens
+        experts = sum(each * (1 - (1 - share) ** total) for each, share in self._experts)
+        outputs = (batch.decodes * batch.tokens_per_decode + batch.finished_prompts) / data
         weights = self._dense_bytes + experts + (self._head_bytes if outputs else 0.0)
-        kv = batch.decodes / data * (self.kv_of(batch.context) * self._pipeline + self._state / 2)
-        kv += batch.prefill / data * self._kv_token
-        attention = self._scores * (batch.prefill * batch.behind + batch.decodes * batch.width * batch.context) / data
-        flops = self._dense_flops * local + self._expert_flops * whole + self._head_flops * outputs
-        ways = self.split.tensor
-        reduce_bytes = self._sums * 2 * (ways - 1) / ways * local * self._hidden_bytes
+        kv = batch.decodes / data * (self.kv_of(batch.decode_context) * self._pipeline + self._state / 2)
+        kv += batch.prefill_tokens / data * self._kv_token
+        pairs = batch.prefill_tokens * batch.prefill_context
+        pairs += batch.decodes * batch.tokens_per_decode * batch.decode_context
+        flops = self._dense_flops * local + self._expert_flops * total + self._head_flops * outputs
+        tensor = self.split.tensor
         return Work(
             weight_bytes=weights,
             kv_bytes=kv,
             flops=flops,
-            attention_flops=attention,
-            reduce_bytes=reduce_bytes,
-            exchange_bytes=self._exchange_bytes * local,
-            rounds=self._rounds,
+            attention_flops=self._scores * pairs / data,
+            all_reduce_bytes=self._all_reduces * 2 * (tensor - 1) / tensor * local * self._hidden_bytes,
+            all_to_all_bytes=self._all_to_all_bytes * local,
+            collectives=self._collectives,
             layers=self._depth,
-            sequences=(batch.decodes + batch.firsts) / data,
+            sequences=(batch.decodes + batch.finished_prompts) / data,
         )
 
 
-def _kv_share(layers: Layers, ways: int) -> float:
-    """Return which part of a layer's KV cache one of so many devices keeps: no less than one head."""
-    return 1 / min(ways, layers.kv_heads)
+def _kv_share(layers: Layers, tensor: int) -> float:
+    """Return the share of a layer's KV cache on one device; a KV head cannot be split."""
+    return 1 / min(tensor, layers.kv_heads)

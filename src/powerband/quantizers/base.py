@@ -1,4 +1,4 @@
-"""What every quantizer must offer; all of it pure."""
+"""The interface of a quantizer. Its methods are pure: they return commands and run none."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from powerband.core.model import Format, Model
 
 
 class Job(Value):
-    """One variant to make."""
+    """One variant to create."""
 
     model: Model
     scheme: str
     folder: str  # where the variant is written
-    shared: str  # where files lie that other schemes need too
-    samples: str | None = None  # a file with a calibration text on each line, as JSON
-    plain: str | None = None  # the same as plain text
-    jobs: int = 1
+    shared: str  # for files that several schemes use
+    samples: str | None = None  # calibration texts as JSON lines
+    plain_text: str | None = None  # the same texts as plain text
+    threads: int = 1
 
 
 class Quantizer(ABC):
-    """Turns a model into variants, by commands of tools that have environments of their own."""
+    """Creates variants of a model with tools that run in separate environments."""
 
     name: ClassVar[str]
     schemes: ClassVar[tuple[str, ...]]
     format: ClassVar[Format]
-    tools: ClassVar[tuple[str, ...]]  # engines or tools that must be installed
+    tools: ClassVar[tuple[str, ...]]  # engines or tools that it runs
 
     @abstractmethod
     def check(self, model: Model, scheme: str) -> None:
-        """Refuse, with a hint, what cannot be made."""
+        """Raise, with a hint, if the variant cannot be created."""
 
     @abstractmethod
     def file(self, job: Job) -> str:
-        """Return the variant's weights, as a name in its folder."""
+        """Return the path of the variant's weights, relative to its folder."""
 
     @abstractmethod
     def steps(self, job: Job, tools: Mapping[str, str]) -> tuple[Step, ...]:
-        """Return the commands, in order; `tools` are the paths that the installations tell."""
+        """Return the commands in order; `tools` maps the names of installed tools to their paths."""
 
 
-def partial(path: str) -> str:
-    """Return where a step writes the file that it makes, until it is whole."""
+def partial_path(path: str) -> str:
+    """Return the temporary path of an output file; it is renamed once the step is complete."""
     folder, _, name = path.rpartition("/")
     return f"{folder}/partial-{name}"

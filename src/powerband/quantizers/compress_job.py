@@ -1,4 +1,4 @@
-"""Run by LLM Compressor's own interpreter: one model, one scheme, calibration text from a file."""
+"""Quantize one model to one scheme; runs in LLM Compressor's interpreter, with calibration text from a file."""
 
 import json
 import shutil
@@ -9,12 +9,12 @@ from datasets import Dataset  # type: ignore[import-not-found]
 from llmcompressor import oneshot  # type: ignore[import-not-found]
 from transformers import AutoModelForCausalLM, AutoTokenizer  # type: ignore[import-not-found]
 
-LONGEST = 512
+MAX_TOKENS = 512  # of a calibration text
 source, folder, scheme, samples, group = sys.argv[1:]
 
 
 def recipe() -> list[object]:
-    """Return the modifiers of a scheme; the output table keeps its numbers."""
+    """Return the modifiers of a scheme; `lm_head` is not quantized."""
     from llmcompressor.modifiers.gptq import GPTQModifier  # type: ignore[import-not-found]
     from llmcompressor.modifiers.quantization import QuantizationModifier  # type: ignore[import-not-found]
 
@@ -42,12 +42,12 @@ tokenizer = AutoTokenizer.from_pretrained(source)
 options: dict[str, object] = {}
 if samples:
     texts = [json.loads(line)["text"] for line in Path(samples).read_text().splitlines()]
-    rows = [tokenizer(text, truncation=True, max_length=LONGEST) for text in texts]
+    rows = [tokenizer(text, truncation=True, max_length=MAX_TOKENS) for text in texts]
     rows = [{"input_ids": row["input_ids"], "attention_mask": row["attention_mask"]} for row in rows]
     options = {
         "dataset": Dataset.from_list(rows),
         "num_calibration_samples": len(rows),
-        "max_seq_length": LONGEST,
+        "max_seq_length": MAX_TOKENS,
     }
 oneshot(model=model, recipe=recipe(), **options)
 model.save_pretrained(folder, save_compressed=True)

@@ -1,1 +1,1 @@
-"""Renderings for people: `console` for a terminal, `html` for a browser."""
+"""Reports: terminal tables and self-contained HTML pages."""

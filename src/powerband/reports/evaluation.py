@@ -1,4 +1,4 @@
-"""Render an evaluation, for a terminal and as a page."""
+"""Render an evaluation as terminal tables and as an HTML page."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from rich.text import Text
 
 from powerband.core.evaluation import Evaluation, Figure
 from powerband.core.quality import FIDELITY
-from powerband.core.statistics import UNBOUND
+from powerband.core.statistics import UNBOUNDED
 from powerband.reports import html
 from powerband.reports.svg import Chart
 
 _STYLES = {"pass": "green", "fail": "bold red", "undecided": "yellow"}
 _CSS = {"pass": "good", "fail": "bad", "undecided": "unsure"}
-_DRAWN = {
+_CHART_TITLES = {
     "kl_mean": "KL divergence of the next token",
-    "top1_agreement": "Same likeliest token",
-    "perplexity_ratio": "Perplexity, over the reference's",
-    "spoiled": "Answers that leave the reference's way",
+    "top1_agreement": "Agreement on the most likely token",
+    "perplexity_ratio": "Perplexity relative to the reference",
+    "diverged": "Answers that diverge from the reference",
 }
 
 
 def tables(found: Evaluation) -> Iterator[RenderableType]:
-    """Return the verdict and the figures."""
+    """Yield the table of figures, the verdict with its reason, and the engine time."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for head in ("", "all", "floor", "", *_kinds(found)):
         table.add_column(head, justify="left" if not head else "right")
@@ -36,7 +36,7 @@ def tables(found: Evaluation) -> Iterator[RenderableType]:
     yield table
     yield Text.assemble((f"{found.verdict}: ", _STYLES[found.verdict]), found.reason)
     seconds = ", ".join(f"{name} {value:.0f} s" for name, value in found.engine_s.items())
-    early = "; stopped as soon as it was clear" if found.stopped_early else ""
+    early = "; stopped early because the verdict was clear" if found.stopped_early else ""
     yield Text(f"engine time: {seconds}{early}", "dim")
 
 
@@ -45,7 +45,7 @@ def _kinds(found: Evaluation) -> list[str]:
 
 
 def _rows(found: Evaluation) -> Iterator[tuple[Figure, list[str]]]:
-    """Yield each figure of everything, and what it is for each class of text."""
+    """Yield each figure over all texts, with its values for each class of text."""
     for one in found.figures:
         if not one.kind:
             by_kind = {other.kind: f"{other.found.value:.3g}" for other in found.figures if other.name == one.name}
@@ -54,25 +54,25 @@ def _rows(found: Evaluation) -> Iterator[tuple[Figure, list[str]]]:
 
 def _ranged(one: Figure) -> str:
     low, high = one.found.low, one.found.high
-    return f"{one.found.value:.3g} " + (f"[{low:.3g}, {high:.3g}]" if high < UNBOUND else "(not known)")
+    return f"{one.found.value:.3g} " + (f"[{low:.3g}, {high:.3g}]" if high < UNBOUNDED else "(interval unknown)")
 
 
 def page(found: Evaluation) -> str:
-    """Return the evaluation as one self-contained page."""
-    title = f"{found.candidate} against {found.reference}"
+    """Return the evaluation as one self-contained HTML page."""
+    title = f"{found.candidate} compared with {found.reference}"
     banner = _CSS[found.verdict]
     head = f"<header><h1>{escape(title)}</h1><p class='banner {banner}'><b>{found.verdict.capitalize()}.</b> "
     parts = [head + f"{escape(found.reason)}.</p></header>", _charts(found), _figures(found), _worst(found)]
     floor = f"<pre>{escape(found.floor.to_text())}</pre>"
-    parts.append(f"<section><details><summary>The floor</summary>{floor}</details></section>")
+    parts.append(f"<section><details><summary>Quality floor</summary>{floor}</details></section>")
     return html.page(title, "".join(parts))
 
 
 def _charts(found: Evaluation) -> str:
-    """Draw each figure by class of text or kind of chat, with the floor across."""
+    """Draw each figure by class of text or kind of chat, with the floor as a line."""
     drawn = []
-    for name, title in _DRAWN.items():
-        shown = {_shown_as(one): one for one in found.figures if one.name.startswith(name)}
+    for name, title in _CHART_TITLES.items():
+        shown = {_category(one): one for one in found.figures if one.name.startswith(name)}
         if not shown:
             continue
         floor = next((one.bound for one in shown.values() if one.bound), "")
@@ -87,14 +87,14 @@ def _charts(found: Evaluation) -> str:
                   for number, (kind, one) in enumerate(shown.items())]  # fmt: skip
         chart.dots(points, "first")
         if limit is not None:
-            chart.across(limit, f"floor of all: {floor}")
+            chart.horizontal_limit(limit, f"floor (all): {floor}")
         drawn.append(f"<figure>{chart.render()}</figure>")
     return f"<section><div class='charts'>{''.join(drawn)}</div></section>"
 
 
-def _shown_as(one: Figure) -> str:
-    """Return its class of text, or its kind of chat."""
-    return one.kind or (one.name.partition("_")[2] if one.name.startswith("spoiled_") else "all")
+def _category(one: Figure) -> str:
+    """Return the class of text or kind of chat that a figure is about."""
+    return one.kind or (one.name.partition("_")[2] if one.name.startswith("diverged_") else "all")
 
 
 def _figures(found: Evaluation) -> str:
@@ -103,17 +103,20 @@ def _figures(found: Evaluation) -> str:
         judgement = f"<b class='{_CSS[one.judgement]}'>{one.judgement}</b>" if one.judgement else ""
         name = f"<abbr title='{escape(FIDELITY.get(one.name, ''))}'>{escape(one.name)}</abbr>"
         rows.append([name, _ranged(one), str(one.samples), escape(one.bound), judgement, *cells])
-    heads = ["", "found", "samples", "floor", "", *_kinds(found)]
-    told = f"<p class='quiet'>Brackets are intervals of {100 * found.level:.4g} %, in pairs: the verdict is "
-    told += "looked at several times, and all looks together err as seldom as one of 95 %.</p>"
-    return f"<section><h2>Against the reference</h2>{html.table(heads, rows, css='left')}{told}</section>"
+    heads = ["", "value", "samples", "floor", "", *_kinds(found)]
+    note = (
+        f"<p class='quiet'>Brackets are {100 * found.level:.4g} % confidence intervals of paired samples. The verdict "
+    )
+    note += "is checked several times; all checks together err at most as often as one at 95 %.</p>"
+    return f"<section><h2>Comparison with the reference</h2>{html.table(heads, rows, css='left')}{note}</section>"
 
 
 def _worst(found: Evaluation) -> str:
     if not found.worst:
         return (
-            "<section><h2>Answers</h2><p>No answer left the reference's way where it saw a clear choice.</p></section>"
+            "<section><h2>Answers</h2><p>No answer diverges from the reference where the reference clearly prefers its "
+            "own token.</p></section>"
         )
     rows = [[escape(cell) for cell in (one.kind, one.question, one.reference, one.candidate)] for one in found.worst]
-    heads = ["", "question", "the reference says", "the candidate says"]
-    return f"<section><h2>The worst answers, side by side</h2>{html.table(heads, rows, css='left')}</section>"
+    heads = ["", "question", "reference", "candidate"]
+    return f"<section><h2>Degraded answers, side by side</h2>{html.table(heads, rows, css='left')}</section>"

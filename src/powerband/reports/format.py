@@ -1,4 +1,4 @@
-"""How numbers are written for people."""
+"""Format numbers, latencies and rates for display."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from powerband.core.statistics import Interval
 
 
 def seconds(value: float) -> str:
-    """Write a latency with three figures."""
+    """Format a latency with three significant digits."""
     if value >= 100:
         return f"{value:.0f} s"
     if value >= 1:
@@ -17,22 +17,22 @@ def seconds(value: float) -> str:
 
 
 def ranged(estimate: Interval) -> str:
-    """Write a latency with its interval, in one unit."""
+    """Format a latency with its interval, in one unit."""
     scale, unit, digits = (1.0, "s", 2) if estimate.high >= 1 else (1e3, "ms", 1)
     value, low, high = (f"{part * scale:.{digits}f}" for part in (estimate.value, estimate.low, estimate.high))
     return f"{value} {unit} [{low}, {high}]"
 
 
 def number(value: float) -> str:
-    """Write a figure with three digits that count."""
+    """Format a number with three significant digits."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def rate(estimate: Interval) -> str:
-    """Write a rate with its interval."""
+    """Format a rate with its interval."""
     return f"{number(estimate.value)}/s [{number(estimate.low)}, {number(estimate.high)}]"
 
 
 def share(estimate: Interval) -> str:
-    """Write a share with its interval."""
+    """Format a share with its interval."""
     return f"{estimate.value:.1%} [{estimate.low:.1%}, {estimate.high:.1%}]"

@@ -1,4 +1,4 @@
-"""Render one self-contained HTML page: no script, no font, no address to fetch."""
+"""Render a measurement as one self-contained HTML page, without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from powerband.reports.svg import Chart
 
 def measurement(found: Measurement) -> str:
     """Return the report of a measurement."""
-    level = found.answer or (found.levels[-1] if found.levels else None)
+    level = found.result_level or (found.levels[-1] if found.levels else None)
     title = f"{found.name}: {found.workload.name or 'workload'}"
     parts = [_head(found, title)]
     if level is not None:
         parts += [_cards(found, level), _charts(found, level), _percentiles(level)]
-        parts += [_levels(found) if len(found.levels) > 1 else "", _guards(level), _agreements(level)]
+        parts += [_levels(found) if len(found.levels) > 1 else "", _guards(level), _crosschecks(level)]
     parts.append(_provenance(found))
     return page(title, "".join(parts))
 
 
 def page(title: str, body: str) -> str:
-    """Wrap a report's body."""
+    """Return the HTML page of a report body."""
     style = resources.files(__package__).joinpath("style.css").read_text("utf-8")
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
@@ -39,41 +39,37 @@ def _head(found: Measurement, title: str) -> str:
     origin = found.provenance
     machine = origin.get("machine", {})
     devices = ", ".join(machine.get("gpus") or ()) or f"{machine.get('cpu', '?')}, {machine.get('cores', '?')} cores"
-    kinds = {"level": "one level", "sweep": "a sweep over rates", "climb": "the highest rate that keeps the SLO"}
+    kinds = {"level": "one level", "sweep": "a sweep over rates", "climb": "max rate within SLO"}
     line = f"{origin.get('engine', '')} {origin.get('engine_version', '')} on {devices} · {kinds[found.profile]}"
     line += f" · {origin.get('measured_at', '')[:16].replace('T', ' ')} UTC"
-    word, css, said = _verdict(found)
-    described = f"<p class='quiet'>{escape(found.workload.description)}</p>" if found.workload.description else ""
+    heading, css, text = _verdict(found)
+    description = f"<p class='quiet'>{escape(found.workload.description)}</p>" if found.workload.description else ""
     return (
-        f"<header><h1>{escape(title)}</h1><p>{escape(line)}</p>{described}"
-        f'<p class="banner {css}"><b>{word}</b> {escape(said)}</p></header>'
+        f"<header><h1>{escape(title)}</h1><p>{escape(line)}</p>{description}"
+        f'<p class="banner {css}"><b>{heading}</b> {escape(text)}</p></header>'
     )
 
 
 def _verdict(found: Measurement) -> tuple[str, str, str]:
-    cut = " Interrupted: this is what was measured until then." if found.interrupted else ""
+    cut = " Interrupted: only what was measured until then is included." if found.interrupted else ""
     if found.best is not None and found.valid:
         level = found.levels[found.best]
-        doubt = (
-            "" if all(one.verdict == "met" for one in level.slo_checks) else " (by the figure; its interval touches)"
-        )
-        said = (
-            f"{level.load} is the highest load measured that keeps the SLO{doubt}."
-            if found.profile != "level"
-            else (f"The SLO is kept at {level.load}{doubt}.")
-        )
-        return "Promise kept.", "good", said + cut
+        certain = all(one.verdict == "met" for one in level.slo_checks)
+        note = "" if certain else " (the 95 % interval includes a miss)"
+        text = f"{level.load} is the highest measured load that meets the SLO{note}."
+        if found.profile == "level":
+            text = f"{level.load} meets the SLO{note}."
+        return "SLO met.", "good", text + cut
+    if found.valid and found.slo is None:
+        passed = all(level.valid for level in found.levels)
+        return "Valid.", "good", ("All guards passed." if passed else "Levels with failed guards are marked.") + cut
     if found.valid:
-        said = "No guard objects." if found.slo is None else "No guard objects, and the SLO is not kept at this load."
-        return ("Valid.", "good", said + cut) if found.slo is None else ("Promise broken.", "bad", said + cut)
+        return "SLO missed.", "bad", "The measurement is valid, and no measured load meets the SLO." + cut
     if found.profile == "climb" and found.levels:
-        return "Promise broken.", "bad", "No load that was tried keeps the SLO." + cut
-    refused = [one.sentence for level in found.levels for one in level.refused]
-    return (
-        "INVALID.",
-        "bad",
-        "Do not use these numbers: " + ("; ".join(dict.fromkeys(refused)) or "nothing") + "." + cut,
-    )
+        return "SLO missed.", "bad", "No measured load meets the SLO." + cut
+    reasons = [one.sentence for level in found.levels for one in level.failed_guards]
+    listed = "; ".join(dict.fromkeys(reasons)) or "nothing was measured"
+    return "INVALID.", "bad", f"Do not use these numbers: {listed}.{cut}"
 
 
 def _cards(found: Measurement, level: Level) -> str:
@@ -85,7 +81,7 @@ def _cards(found: Measurement, level: Level) -> str:
         )
     for metric in ("ttft", "tpot"):
         latency = level.latencies.get(metric)
-        wanted = (found.promised(metric), "p95", "p90", "p50")
+        wanted = (found.slo_percentile(metric), "p95", "p90", "p50")
         name = next((name for name in wanted if latency and name in latency.percentiles), None)
         if latency and name:
             one = latency.percentiles[name]
@@ -98,13 +94,15 @@ def _cards(found: Measurement, level: Level) -> str:
             f"{format.number(level.prompt_tokens_per_s)} tok/s in",
         )
     )
+    if level.cost_per_1m_tokens is not None:
+        cards.append(("$ per 1M tokens", f"{level.cost_per_1m_tokens:.3g}", "input and output together"))
     if level.cost_per_1m_output_tokens is not None:
-        cards.append(("cost", f"{level.cost_per_1m_output_tokens:.3g}", "per 1M output tokens"))
+        cards.append(("$ per 1M output tokens", f"{level.cost_per_1m_output_tokens:.3g}", "output tokens alone"))
     if found.startup_s:
         cards.append(("start-up", format.seconds(found.startup_s), "until the first answer"))
     inner = "".join(
-        f"<div class='card'><span>{escape(name)}</span><b>{escape(value)}</b><small>{escape(doubt)}</small></div>"
-        for name, value, doubt in cards
+        f"<div class='card'><span>{escape(name)}</span><b>{escape(value)}</b><small>{escape(detail)}</small></div>"
+        for name, value, detail in cards
     )
     return f"<section class='cards'>{inner}</section>"
 
@@ -119,8 +117,8 @@ def _charts(found: Measurement, level: Level) -> str:
 
 
 def _against_load(found: Measurement, metric: str) -> Chart | None:
-    """Latency against load, with intervals and the SLO's line; of a load held twice the line takes the last."""
-    names = ("p50", found.promised(metric))
+    """Plot latency against load, with intervals and SLO limits; the line shows the last level of each load."""
+    names = ("p50", found.slo_percentile(metric))
     rows = sorted(
         (one for one in found.levels if one.valid and metric in one.latencies and one.rate_per_s),
         key=lambda one: one.rate_per_s or 0,
@@ -156,19 +154,18 @@ def _against_load(found: Measurement, metric: str) -> Chart | None:
         chart.line(sorted({rate: value.value for rate, value, _ in points}.items()), css, label=name)
         chart.dots(
             [
-                (rate, value.value, value.low, value.high, f"{one.load}: {name} {format.ranged(value)}; {said}")
+                (rate, value.value, value.low, value.high, f"{one.load}: {name} {format.ranged(value)}; {one.verdict}")
                 for rate, value, one in points
-                if (said := one.verdict)
             ],
             css,
         )
     for name, limit in limits.items():
-        chart.across(limit, f"SLO {name} {format.seconds(limit)}")
+        chart.horizontal_limit(limit, f"SLO {name} {format.seconds(limit)}")
     return chart
 
 
 def _shares(found: Measurement, level: Level, metric: str) -> Chart | None:
-    """Which share of the answers, or of the gaps, was at least so fast."""
+    """Plot the cumulative distribution of a latency."""
     latency = level.latencies.get(metric)
     if latency is None:
         return None
@@ -191,12 +188,12 @@ def _shares(found: Measurement, level: Level, metric: str) -> Chart | None:
         share = float(name[1:]) / 100
         chart.dots([(one.value, share, share, share, f"{name} {format.ranged(one)}")], "first")
     for name, limit in limits.items():
-        chart.upright(limit, f"SLO {name} {format.seconds(limit)}")
+        chart.vertical_limit(limit, f"SLO {name} {format.seconds(limit)}")
     return chart
 
 
 def _timelines(level: Level) -> list[Chart]:
-    """What was in flight, waited and filled the KV cache, second by second."""
+    """Plot requests in flight, queue depth and KV-cache use over time."""
     line, drawn = level.timeline, []
     if len(line.at_s) < 3:
         return []
@@ -211,18 +208,18 @@ def _timelines(level: Level) -> list[Chart]:
     chart.shade(level.warmup_s, level.warmup_s + level.window_s / len(level.seeds))
     for name, css, _, values in kinds:
         if any(value is not None for value in values):
-            chart.line(_known(line.at_s, values), css, label=name)
+            chart.line(_without_gaps(line.at_s, values), css, label=name)
     drawn.append(chart)
     if any(value is not None for value in line.kv_use):
         chart = Chart("KV cache in use", "seconds", "share", (0, end), (0, 1), y_text=lambda value: f"{value:.0%}")
         chart.shade(level.warmup_s, level.warmup_s + level.window_s / len(level.seeds))
-        chart.line(_known(line.at_s, line.kv_use), "first")
+        chart.line(_without_gaps(line.at_s, line.kv_use), "first")
         drawn.append(chart)
     return drawn
 
 
-def _known(at: Sequence[float], values: Sequence[float | None]) -> list[tuple[float, float]]:
-    return [(moment, value) for moment, value in zip(at, values, strict=True) if value is not None and moment >= 0]
+def _without_gaps(at: Sequence[float], values: Sequence[float | None]) -> list[tuple[float, float]]:
+    return [(at_s, value) for at_s, value in zip(at, values, strict=True) if value is not None and at_s >= 0]
 
 
 def _percentiles(level: Level) -> str:
@@ -230,27 +227,27 @@ def _percentiles(level: Level) -> str:
     rows = []
     for metric, one in level.latencies.items():
         cells = [format.ranged(one.percentiles[name]) if name in one.percentiles else "too few" for name in names]
-        meaning = metrics.LATENCIES[metric].means
+        meaning = metrics.LATENCIES[metric].description
         rows.append([f"<abbr title='{escape(meaning)}'>{metric.upper()}</abbr>", format.ranged(one.mean), *cells])
-        if beside := level.expected.get(metric):
-            cells = [format.ranged(beside[name]) if name in beside else "" for name in names]
+        if expected := level.expected.get(metric):
+            cells = [format.ranged(expected[name]) if name in expected else "" for name in names]
             rows.append(["<span class='quiet'>planned</span>", "", *cells])
-    promises = "".join(
+    checks = "".join(
         f"<p>{one.metric.upper()} {one.percentile} below {format.seconds(one.limit_s)}: "
         f"{format.share(one.share)} within: <b class='{_css(one.verdict)}'>{one.verdict}</b></p>"
         for one in level.slo_checks
     )
-    told = "<p class='quiet'>95 % intervals in brackets; a percentile that the sample cannot support is not shown."
-    told += " What was planned for this rate has 80 % intervals.</p>" if level.expected else "</p>"
-    return f"<section><h2>Latency at {level.load}</h2>{table(['', 'mean', *names], rows)}{promises}{told}</section>"
+    note = "<p class='quiet'>95 % intervals in brackets; percentiles with too few samples are not shown."
+    note += " Planned values have 80 % intervals.</p>" if level.expected else "</p>"
+    return f"<section><h2>Latency at {level.load}</h2>{table(['', 'mean', *names], rows)}{checks}{note}</section>"
 
 
 def _levels(found: Measurement) -> str:
     rows = []
     columns = (
         ("ttft", "p50"),
-        ("ttft", found.promised("ttft")),
-        ("tpot", found.promised("tpot")),
+        ("ttft", found.slo_percentile("ttft")),
+        ("tpot", found.slo_percentile("tpot")),
         ("itl", "p99"),
     )
     for number, one in enumerate(found.levels):
@@ -262,26 +259,26 @@ def _levels(found: Measurement) -> str:
         cells += [format.number(one.output_tokens_per_s), format.share(one.attainment) if one.attainment else "-"]
         if not one.valid:
             cells[2:] = ["-"] * len(cells[2:])
-        said = escape(one.verdict)
-        rows.append([*cells, f"<b class='good'>{said}</b>" if number == found.best else said])
-    told = [f"{metric.upper()} {name}" for metric, name in columns]
-    heads = ["load", "requests", "answered/s", *told, "out tok/s", "within SLO", ""]
-    return f"<section><h2>Every level, in the order tried</h2>{table(heads, rows, css='told')}</section>"
+        verdict = escape(one.verdict)
+        rows.append([*cells, f"<b class='good'>{verdict}</b>" if number == found.best else verdict])
+    latencies = [f"{metric.upper()} {name}" for metric, name in columns]
+    heads = ["load", "requests", "answered/s", *latencies, "out tok/s", "within SLO", ""]
+    return f"<section><h2>All levels, in measured order</h2>{table(heads, rows, css='verdicts')}</section>"
 
 
 def _guards(level: Level) -> str:
     rows = [
         [
             escape(one.guard),
-            "<b class='good'>passed</b>" if one.valid else "<b class='bad'>refused</b>",
+            "<b class='good'>passed</b>" if one.valid else "<b class='bad'>failed</b>",
             escape(one.sentence) + (f" <span class='quiet'>{escape(one.hint)}</span>" if not one.valid else ""),
         ]
         for one in level.verdicts
     ]
-    return f"<section><h2>Guards</h2>{table(['guard', '', 'what it looks for'], rows, css='left')}</section>"
+    return f"<section><h2>Guards</h2>{table(['guard', '', 'finding'], rows, css='left')}</section>"
 
 
-def _agreements(level: Level) -> str:
+def _crosschecks(level: Level) -> str:
     rows = [
         [escape(one.what), format.number(one.client), format.number(one.engine), f"{one.difference:.1%}"]
         for one in level.crosschecks
@@ -290,8 +287,8 @@ def _agreements(level: Level) -> str:
         [escape(name.replace("_", " ")), format.number(value)]
         for name, value in {**level.engine, **level.client}.items()
     ]
-    both = f"<h2>Client and engine</h2>{table(['', 'client', 'engine', 'differ by'], rows)}" if rows else ""
-    return f"<section>{both}<details><summary>Gauges</summary>{table(['', ''], figures)}</details></section>"
+    both = f"<h2>Client and engine</h2>{table(['', 'client', 'engine', 'difference'], rows)}" if rows else ""
+    return f"<section>{both}<details><summary>Details</summary>{table(['', ''], figures)}</details></section>"
 
 
 def _provenance(found: Measurement) -> str:
@@ -305,8 +302,8 @@ def _provenance(found: Measurement) -> str:
     workload = f"<pre>{escape(found.workload.to_text())}</pre>"
     slo = f"<pre>{escape(found.slo.to_text())}</pre>" if found.slo else ""
     return (
-        f"<section><h2>Measure it again</h2><pre>{command}</pre>"
-        "<details><summary>Where it comes from</summary>"
+        f"<section><h2>Reproduce</h2><pre>{command}</pre>"
+        "<details><summary>Provenance</summary>"
         f"{table(['', ''], rows, css='left')}{workload}{slo}</details></section>"
     )
 
@@ -316,27 +313,27 @@ def _css(verdict: str) -> str:
 
 
 def bars(caption: str, shown: Iterable[tuple[str, Interval | None, str]]) -> str:
-    """Return a bar for each name, with its interval and what to say beside it; no bar where nothing is known."""
-    held = list(shown)
-    most = max((one.high for _, one, _ in held if one), default=1.0)
+    """Return a bar chart of (name, value with interval, text); no bar if the value is None."""
+    rows_shown = list(shown)
+    scale = 100 / max((one.high for _, one, _ in rows_shown if one), default=1.0)
 
     def bar(one: Interval | None) -> str:
         if one is None:
             return ""
         return (
-            f"<i style='width:{100 * one.value / most:.1f}%'></i>"
-            f"<u style='left:{100 * one.low / most:.1f}%;width:{100 * (one.high - one.low) / most:.1f}%'></u>"
+            f"<i style='width:{one.value * scale:.1f}%'></i>"
+            f"<u style='left:{one.low * scale:.1f}%;width:{(one.high - one.low) * scale:.1f}%'></u>"
         )
 
     rows = [
-        f"<tr><td>{escape(name)}</td><td class='bar'>{bar(one)}</td><td>{escape(said)}</td></tr>"
-        for name, one, said in held
+        f"<tr><td>{escape(name)}</td><td class='bar'>{bar(one)}</td><td>{escape(text)}</td></tr>"
+        for name, one, text in rows_shown
     ]
     return f"<figure><table class='bars'><caption>{escape(caption)}</caption>{''.join(rows)}</table></figure>"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, css: str = "") -> str:
-    """Return a table whose cells are HTML already."""
+    """Return a table; its cells are HTML."""
     head = "".join(f"<th>{one}</th>" for one in heads)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<div class='wide'><table class='{css}'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"

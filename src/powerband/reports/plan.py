@@ -1,4 +1,4 @@
-"""Render a plan, for a terminal and as a page."""
+"""Render a plan for a terminal and as an HTML page."""
 
 from __future__ import annotations
 
@@ -9,35 +9,44 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from powerband.core.plan import Candidate, Plan
+from powerband.core.plan import Candidate, OfferedDevices, Plan
+from powerband.core.statistics import Interval
 from powerband.core.units import about_bytes
 from powerband.reports import format, html
 from powerband.reports.svg import Chart
 
-_SHOWN = 12
+_MAX_ROWS = 12
+_MAX_OFFERS = 4  # more devices than this are not listed
+_TEXT_COLUMNS = ("on", "engine", "weights", "KV")
 
 
 def tables(found: Plan, *, why: bool = False) -> Iterator[RenderableType]:
-    """Return the ranking, and with `why` what each prediction rests on and every rejection."""
+    """Yield the ranking; with `why`, also the basis of each prediction and every rejection."""
     yield Text(_about(found), "dim")
+    if 0 < len(found.offers) <= _MAX_OFFERS:
+        yield Text(_offered(found.offers), "dim")
     if not found.candidates:
-        yield Text("nothing that was offered keeps the SLO", "bold red")
+        yield Text("no option on the offered devices meets the SLO", "bold red")
     else:
         yield _ranking(found)
+        if not found.load_per_s:
+            yield Text("req/s: one replica; all/s: all offered devices; $/1M: per million tokens", "dim")
         yield Text.assemble(("first choice: ", "bold"), _sentence(found, found.candidates[0]))
     if why:
         yield from _why(found)
     elif found.rejections:
-        yield Text(f"{len(found.rejections)} options were ruled out; --why tells the reasons", "dim")
+        count = len(found.rejections)
+        yield Text(f"{count} option{'s were' if count > 1 else ' was'} rejected; --why lists the reasons", "dim")
 
 
 def _about(found: Plan) -> str:
     facts = found.facts
-    active = f", {facts['active_parameters'] / 1e9:.3g}B for each token" if _is_sparse(found) else ""
-    known = f", {facts['known_prompt_share']:.0%} of it known" if facts["known_prompt_share"] > 0.01 else ""
+    active = f" ({facts['active_parameters'] / 1e9:.3g}B active)" if _is_sparse(found) else ""
+    share = facts["known_prompt_share"]
+    cached = f" ({share:.0%} prefix-cache hits)" if share > 0.01 else ""
     return (
         f"{found.model}: {facts['parameters'] / 1e9:.3g}B parameters{active}; "
-        f"requests of {facts['prompt_tokens']:.0f} tokens{known}, answers of {facts['output_tokens']:.0f}"
+        f"mean prompt {facts['prompt_tokens']:.0f} tokens{cached}, mean answer {facts['output_tokens']:.0f} tokens"
     )
 
 
@@ -45,79 +54,104 @@ def _is_sparse(found: Plan) -> bool:
     return bool(found.facts["active_parameters"] < 0.8 * found.facts["parameters"])
 
 
+def _offered(offers: Sequence[OfferedDevices]) -> str:
+    """Return the offered devices; a device that was taken for an alias is shown with the alias."""
+    shown = []
+    for one in offers:
+        description = f" ({one.description})" if one.description else ""
+        alias = f", taken for '{one.requested_as}'" if one.requested_as else ""
+        shown.append(f"{one.count} x {one.device}{description}{alias}")
+    return f"devices: {'; '.join(shown)}"
+
+
 def _ranking(found: Plan) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    heads = ["on", "engine", "weights", "KV", "split", "req/s", "TTFT", "TPOT", "$/1M tok", "80 %"]
-    if found.load_per_s:
-        heads.append("need")
+    heads = [*_TEXT_COLUMNS, "req/s", "TTFT", "TPOT", "$/1M", "80 %", "need" if found.load_per_s else "all/s"]
     for head in heads:
-        table.add_column(head, justify="left" if head in ("on", "engine", "weights", "KV", "split") else "right")
-    for number, one in enumerate(_different(found)):
-        ttft, tpot = (max(kept.items(), key=lambda item: float(item[0][1:]))[1] for kept in (one.ttft_s, one.tpot_s))
-        cost = one.usd_per_1m_tokens
+        table.add_column(head, justify="left" if head in _TEXT_COLUMNS else "right")
+    for number, one in enumerate(_best_of_each(found)):
+        ttft, tpot, cost = _strictest(one.ttft_s), _strictest(one.tpot_s), one.usd_per_1m_tokens
+        together = format.number(one.fleet_per_s.value) if one.fleet_per_s else ""
         cells = [
-            one.device,
+            one.device if one.devices == 1 else f"{one.device} {one.split}",
             one.engine,
             one.scheme,
             one.kv_format,
-            one.split.replace("1 device", "1"),
             format.number(one.goodput_per_s.value),
             format.seconds(ttft.value),
-            format.seconds(tpot.value),
-            f"{cost.value:.3g}",
+            f"{tpot.value * 1e3:.0f} ms",
+            f"{cost.value:.2g}",
             f"{cost.low:.2g}-{cost.high:.2g}",
+            f"{one.replicas * one.devices}" if found.load_per_s else together,
         ]
-        if found.load_per_s:
-            cells.append(f"{one.replicas * one.devices}")
         table.add_row(*cells, style="bold" if number == 0 else "")
     return table
 
 
-def _different(found: Plan) -> list[Candidate]:
-    """Return the best of each device, engine and number format."""
+def _strictest(percentiles: dict[str, Interval]) -> Interval:
+    """Return the value at the highest percentile."""
+    return max(percentiles.items(), key=lambda item: float(item[0][1:]))[1]
+
+
+def _best_of_each(found: Plan) -> list[Candidate]:
+    """Return the best candidate of each device, engine and quantization scheme."""
     best: dict[tuple[str, str, str], Candidate] = {}
     for one in found.candidates:
         best.setdefault((one.device, one.engine, one.scheme), one)
-    return list(best.values())[:_SHOWN]
+    return list(best.values())[:_MAX_ROWS]
 
 
 def _sentence(found: Plan, one: Candidate) -> str:
-    said = f"{one.scheme} in {one.engine} on {one.devices} x {one.device} answers {format.rate(one.goodput_per_s)}"
-    said += f" for {one.usd_per_h:.3g} $/h, {one.usd_per_1m_tokens.value:.3g} $ per 1M tokens"
+    text = f"{one.engine} with {one.scheme} weights on {one.devices} x {one.device}"
+    text += f" sustains {format.rate(one.goodput_per_s)} within the SLO"
+    text += f" for {one.usd_per_h:.3g} $/h, {one.usd_per_1m_tokens.value:.3g} $ per 1M tokens"
     if found.load_per_s:
         devices, price = one.replicas * one.devices, one.replicas * one.usd_per_h
-        said += f"; {found.load_per_s:g}/s need {one.replicas} replicas, {devices} devices, {price:.3g} $/h"
-    return said
+        text += f"; {found.load_per_s:g}/s need {one.replicas} replicas, {devices} devices, {price:.3g} $/h"
+    elif one.fleet_per_s and one.fleet_replicas and one.fleet_replicas > 1:
+        rate = format.rate(one.fleet_per_s)
+        text += f"; all offered {one.device} together: {one.fleet_replicas} replicas, {rate}"
+        text += f" for {one.fleet_usd_per_h:.3g} $/h"
+    return text
 
 
 def _why(found: Plan) -> Iterator[RenderableType]:
-    for one in _different(found):
+    for one in _best_of_each(found):
         memory = one.memory
         yield Text.assemble(
-            (f"{one.device} {one.engine} {one.scheme} {one.kv_format} {one.split}: ", "bold"),
-            f"each device of {about_bytes(memory.device)} holds {about_bytes(memory.weights)} of weights and has "
-            f"{about_bytes(memory.kv_cache)} for the KV cache, room for {memory.sequences} such requests; held back by "
-            f"{one.limited_by}. The times rest on {one.known}; the price is {one.priced}.",
+            (
+                f"{one.device}  {one.engine}  weights={one.scheme}  kv={one.kv_format}  split={one.split}: ",
+                "bold",
+            ),
+            f"each device has {about_bytes(memory.device)}: {about_bytes(memory.weights)} of weights and "
+            f"{about_bytes(memory.kv_cache)} of KV cache, enough for {memory.sequences} requests of mean length; "
+            f"limited by {one.limited_by}. Times: {one.basis}. Price: {one.price_source}.",
         )
     for rejected in found.rejections:
         yield Text.assemble(
-            (f"not {rejected.device} {rejected.engine} {rejected.scheme} ({rejected.what}): ", "bold"),
+            (
+                f"rejected: {rejected.device}  {rejected.engine}  weights={rejected.scheme} ({rejected.what}): ",
+                "bold",
+            ),
             f"{rejected.reason}. ",
-            (f"It would take {rejected.remedy}." if rejected.remedy else "", "dim"),
+            (f"Use {rejected.remedy}." if rejected.remedy else "", "dim"),
         )
 
 
 def page(found: Plan) -> str:
     """Return the plan as one self-contained page."""
     title = f"Plan for {found.model}"
-    parts = [f"<header><h1>{escape(title)}</h1><p>{escape(_about(found))}</p>"]
+    offered = f"<p>{escape(_offered(found.offers))}</p>" if 0 < len(found.offers) <= _MAX_OFFERS else ""
+    parts = [f"<header><h1>{escape(title)}</h1><p>{escape(_about(found))}</p>{offered}"]
     if found.candidates:
-        said = _sentence(found, found.candidates[0])
-        parts.append(f'<p class="banner good"><b>First choice.</b> {escape(said)}.</p></header>')
-        parts.append(f"<section class='charts'>{_pareto(found.candidates)}{_costs(_different(found))}</section>")
+        sentence = _sentence(found, found.candidates[0])
+        parts.append(f'<p class="banner good"><b>First choice.</b> {escape(sentence)}.</p></header>')
+        parts.append(f"<section class='charts'>{_pareto(found.candidates)}{_costs(_best_of_each(found))}</section>")
         parts.append(_table(found))
     else:
-        parts.append('<p class="banner bad"><b>Nothing fits.</b> No option keeps the SLO.</p></header>')
+        parts.append(
+            '<p class="banner bad"><b>No option.</b> No option on the offered devices meets the SLO.</p></header>'
+        )
     parts.append(_rejected(found))
     documents = f"<pre>{escape(found.workload.to_text())}</pre><pre>{escape(found.slo.to_text())}</pre>"
     parts.append(f"<section><details><summary>Workload and SLO</summary>{documents}</details></section>")
@@ -125,12 +159,12 @@ def page(found: Plan) -> str:
 
 
 def _pareto(candidates: Sequence[Candidate]) -> str:
-    """How fast an answer flows, against how much a dollar buys; the line joins what nothing beats in both."""
+    """Return a chart of speed against cost with the Pareto front."""
     points = [(1 / one.tpot_s["p50"].value, 1 / one.usd_per_1m_tokens.value, one) for one in candidates]
     xs, ys = [x for x, _, _ in points], [y for _, y, _ in points]
     chart = Chart(
-        "What a dollar buys",
-        "tokens per second that a user sees (p50)",
+        "Speed and cost",
+        "tokens per second of one request (p50)",
         "million tokens per dollar",
         (min(xs) / 1.2, max(xs) * 1.2),
         (min(ys) / 1.5, max(ys) * 1.5),
@@ -142,7 +176,7 @@ def _pareto(candidates: Sequence[Candidate]) -> str:
         if y > best:
             front.append((x, y))
             best = y
-    chart.line(front, "second", label="nothing beats these")
+    chart.line(front, "second", label="Pareto front")
     for x, y, one in points:
         cost = one.usd_per_1m_tokens
         chart.dots([(x, y, 1 / cost.high, 1 / cost.low, f"{one.devices} x {one.device}, {one.scheme}")], "first")
@@ -150,7 +184,7 @@ def _pareto(candidates: Sequence[Candidate]) -> str:
 
 
 def _costs(candidates: Sequence[Candidate]) -> str:
-    """Dollars per million tokens, a bar each, with its interval."""
+    """Return a bar chart of dollars per million tokens, with intervals."""
     shown = (
         (
             f"{one.devices} x {one.device}, {one.engine} {one.scheme}",
@@ -159,20 +193,29 @@ def _costs(candidates: Sequence[Candidate]) -> str:
         )
         for one in candidates
     )
-    return html.bars("$ per 1M tokens at the SLO", shown)
+    return html.bars("$ per 1M tokens at the highest rate within the SLO", shown)
+
+
+def _fleet(one: Candidate) -> list[str]:
+    """Return the replicas on all offered devices, their total rate and their price per hour."""
+    if one.fleet_replicas is None or one.fleet_per_s is None or one.fleet_usd_per_h is None:
+        return ["", "", ""]  # a plan of an earlier version
+    return [f"{one.fleet_replicas}", format.number(one.fleet_per_s.value), f"{one.fleet_usd_per_h:.3g}"]
 
 
 def _table(found: Plan) -> str:
-    heads = ["on", "engine", "weights", "KV", "split", "requests/s", "TTFT", "TPOT", "$/1M in", "$/1M out", "KV room"]
+    heads = [*_TEXT_COLUMNS, "split", "requests/s", "TTFT", "TPOT", "$/1M in", "$/1M out", "KV capacity"]
+    heads += [] if found.load_per_s else ["replicas that fit", "requests/s of all", "$/h of all"]
     rows = []
     for one in found.candidates:
-        ttft, tpot = (max(kept.items(), key=lambda item: float(item[0][1:]))[1] for kept in (one.ttft_s, one.tpot_s))
+        ttft, tpot = _strictest(one.ttft_s), _strictest(one.tpot_s)
         cells = [f"{one.devices} x {one.device}", one.engine, one.scheme, one.kv_format, one.split]
         cells += [format.rate(one.goodput_per_s), format.ranged(ttft), format.ranged(tpot)]
         cells += [f"{one.usd_per_1m_input:.3g}", f"{one.usd_per_1m_output:.3g}", f"{one.memory.sequences} requests"]
+        cells += [] if found.load_per_s else _fleet(one)
         rows.append([escape(cell) for cell in cells])
-    told = "<p class='quiet'>Brackets hold 80 % of past errors of such predictions.</p>"
-    return f"<section><h2>Every option that was played</h2>{html.table(heads, rows, css='left')}{told}</section>"
+    note = "<p class='quiet'>Brackets: intervals that cover 80 % of past prediction errors.</p>"
+    return f"<section><h2>Simulated options</h2>{html.table(heads, rows, css='left')}{note}</section>"
 
 
 def _rejected(found: Plan) -> str:
@@ -180,5 +223,5 @@ def _rejected(found: Plan) -> str:
         [escape(cell) for cell in (one.device, one.engine, one.scheme, one.what, one.reason, one.remedy)]
         for one in found.rejections
     ]
-    heads = ["on", "engine", "weights", "how", "why not", "what would help"]
-    return f"<section><h2>Ruled out</h2>{html.table(heads, rows, css='left')}</section>" if rows else ""
+    heads = ["on", "engine", "weights", "KV and split", "reason", "remedy"]
+    return f"<section><h2>Rejected options</h2>{html.table(heads, rows, css='left')}</section>" if rows else ""

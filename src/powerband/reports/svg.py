@@ -1,4 +1,4 @@
-"""Small charts as SVG text: axes, lines, bands, points. No script, so a report opens anywhere."""
+"""Small charts as SVG text, without scripts: axes, lines, bands, points."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Point = tuple[float, float]
 
 @dataclass
 class Chart:
-    """One plot; everything is given in the data's own units."""
+    """One plot; all coordinates are in data units."""
 
     title: str
     x_label: str
@@ -26,7 +26,7 @@ class Chart:
     log_y: bool = False
     x_text: Callable[[float], str] = lambda value: f"{value:g}"
     y_text: Callable[[float], str] = lambda value: f"{value:g}"
-    x_names: Sequence[str] = ()  # of 0, 1, 2, ... where the x axis has names and not numbers
+    x_names: Sequence[str] = ()  # labels of x = 0, 1, 2, ... instead of numeric ticks
     marks: list[str] = field(default_factory=list)
     legend: list[tuple[str, str]] = field(default_factory=list)
 
@@ -35,21 +35,21 @@ class Chart:
         if label:
             self.legend.append((label, css))
         if points:
-            way = " ".join(f"{self._x(x):.1f},{self._y(y):.1f}" for x, y in points)
-            self.marks.append(f'<polyline class="line {css}" points="{way}"/>')
+            path = " ".join(f"{self._x(x):.1f},{self._y(y):.1f}" for x, y in points)
+            self.marks.append(f'<polyline class="line {css}" points="{path}"/>')
 
     def dots(self, points: Sequence[tuple[float, float, float, float, str]], css: str) -> None:
-        """Draw points with their intervals: x, y, low, high, what to say."""
-        for x, y, low, high, said in points:
-            place, top, bottom = self._x(x), self._y(high), self._y(low)
+        """Draw points with intervals, given as (x, y, low, high, tooltip)."""
+        for x, y, low, high, tooltip in points:
+            at, top, bottom = self._x(x), self._y(high), self._y(low)
             self.marks.append(
-                f'<g class="{css}"><title>{escape(said)}</title>'
-                f'<line class="whisker" x1="{place:.1f}" x2="{place:.1f}" y1="{top:.1f}" y2="{bottom:.1f}"/>'
-                f'<circle class="dot" cx="{place:.1f}" cy="{self._y(y):.1f}" r="4"/></g>'
+                f'<g class="{css}"><title>{escape(tooltip)}</title>'
+                f'<line class="whisker" x1="{at:.1f}" x2="{at:.1f}" y1="{top:.1f}" y2="{bottom:.1f}"/>'
+                f'<circle class="dot" cx="{at:.1f}" cy="{self._y(y):.1f}" r="4"/></g>'
             )
 
-    def across(self, y: float, text: str) -> None:
-        """Draw a horizontal limit."""
+    def horizontal_limit(self, y: float, text: str) -> None:
+        """Draw a labelled horizontal line."""
         if self.y[0] <= y <= self.y[1]:
             at = self._y(y)
             self.marks.append(
@@ -57,8 +57,8 @@ class Chart:
                 f'<text class="limit-text" x="{_LEFT + 4}" y="{at - 5:.1f}">{escape(text)}</text>'
             )
 
-    def upright(self, x: float, text: str) -> None:
-        """Draw a vertical limit."""
+    def vertical_limit(self, x: float, text: str) -> None:
+        """Draw a labelled vertical line."""
         if self.x[0] <= x <= self.x[1]:
             at = self._x(x)
             side = "end" if at > self.width * 0.75 else "start"
@@ -116,13 +116,13 @@ class Chart:
         return "".join([*parts, "</svg>"])
 
     def _x(self, value: float) -> float:
-        return _LEFT + _part(value, self.x, self.log_x) * (self.width - _LEFT - _RIGHT)
+        return _LEFT + _fraction(value, self.x, self.log_x) * (self.width - _LEFT - _RIGHT)
 
     def _y(self, value: float) -> float:
-        return self.height - _BOTTOM - _part(value, self.y, self.log_y) * (self.height - _TOP - _BOTTOM)
+        return self.height - _BOTTOM - _fraction(value, self.y, self.log_y) * (self.height - _TOP - _BOTTOM)
 
 
-def _part(value: float, span: tuple[float, float], log: bool) -> float:
+def _fraction(value: float, span: tuple[float, float], log: bool) -> float:
     low, high = span
     if log:
         low, high, value = math.log(low), math.log(high), math.log(max(value, low))
@@ -130,7 +130,7 @@ def _part(value: float, span: tuple[float, float], log: bool) -> float:
 
 
 def ticks(low: float, high: float, *, log: bool = False) -> list[float]:
-    """Return round numbers within a span."""
+    """Return round tick values within a range."""
     if log:
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         found = [step * 10.0**decade for decade in decades for step in (1, 2, 5)]

@@ -1,4 +1,4 @@
-"""Draw a workload in a terminal: lengths, arrivals, what is shared."""
+"""Draw a workload in a terminal: lengths, arrivals, shared prefixes."""
 
 from __future__ import annotations
 
@@ -18,34 +18,37 @@ _COLUMNS = 48
 
 
 def workload(
-    given: Workload, due_s: Sequence[float], prompts: Sequence[int], outputs: Sequence[int], known: float
+    spec: Workload, due_s: Sequence[float], prompts: Sequence[int], outputs: Sequence[int], prefix_share: float
 ) -> Iterator[RenderableType]:
-    """Return the pictures of a sample of the traffic."""
+    """Yield histograms of a sample of the traffic."""
     table = Table.grid(padding=(0, 2))
-    table.add_row("", "", f"[dim]of {len(prompts):,} requests[/]")
-    table.add_row("[bold]prompt[/]", _bars(_spread(prompts)), _figures(prompts))
-    table.add_row("[bold]output[/]", _bars(_spread(outputs)), _figures(outputs))
-    users = getattr(given.arrivals, "users", None)
+    table.add_row("", "", f"[dim]sample of {len(prompts):,} requests[/]")
+    table.add_row("[bold]prompt[/]", _bars(_histogram(prompts)), _figures(prompts))
+    table.add_row("[bold]output[/]", _bars(_histogram(outputs)), _figures(outputs))
+    users = getattr(spec.arrivals, "users", None)
     if users:
-        table.add_row("[bold]arrivals[/]", "", f"a closed loop of {users} users")
+        table.add_row("[bold]arrivals[/]", "", f"closed loop, {users} users")
     else:
         span = max(due_s[-1], 1e-9)
         counts = [0] * _COLUMNS
-        for moment in due_s:
-            counts[min(_COLUMNS - 1, int(moment / span * _COLUMNS))] += 1
+        for at_s in due_s:
+            counts[min(_COLUMNS - 1, int(at_s / span * _COLUMNS))] += 1
         gaps = [later - earlier for earlier, later in pairwise(due_s)]
         mean = sum(gaps) / max(1, len(gaps))
         spread = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / max(1, len(gaps) - 1)) if gaps else 0.0
-        rate = f"{(len(due_s) - 1) / span:.3g}/s over {span:.0f} s, gaps vary by {spread / mean if mean else 0:.2f}"
+        variation = spread / mean if mean else 0.0
+        rate = f"{(len(due_s) - 1) / span:.3g}/s over {span:.0f} s, coefficient of variation {variation:.2f}"
         table.add_row("[bold]arrivals[/]", _bars(counts), rate)
-    filled = round(known * _COLUMNS)
+    filled = round(prefix_share * _COLUMNS)
     table.add_row(
-        "[bold]shared[/]", "█" * filled + "░" * (_COLUMNS - filled), f"{known:.0%} of prompt tokens came before"
+        "[bold]shared[/]",
+        "█" * filled + "░" * (_COLUMNS - filled),
+        f"{prefix_share:.0%} of prompt tokens cacheable",
     )
-    if given.adapters:
-        table.add_row("[bold]adapters[/]", ", ".join(f"{one.name} {one.share:.0%}" for one in given.adapters), "")
-    if given.turns:
-        table.add_row("[bold]turns[/]", f"{given.turns.count}, {given.turns.think_s:g} s apart", "")
+    if spec.adapters:
+        table.add_row("[bold]adapters[/]", ", ".join(f"{one.name} {one.share:.0%}" for one in spec.adapters), "")
+    if spec.turns:
+        table.add_row("[bold]turns[/]", f"{spec.turns.count}, pause {spec.turns.think_s:g} s", "")
     yield Text()
     yield table
 
@@ -56,8 +59,8 @@ def _figures(values: Sequence[int]) -> str:
     return f"{ordered[0]:,} to {ordered[-1]:,} tokens, median {p50:,.0f}, p95 {p95:,.0f}"
 
 
-def _spread(values: Sequence[int]) -> list[int]:
-    """Count the values in bins from the least to the largest."""
+def _histogram(values: Sequence[int]) -> list[int]:
+    """Return a histogram from the minimum to the maximum."""
     low, high = min(values), max(values)
     counts = [0] * _COLUMNS
     for value in values:

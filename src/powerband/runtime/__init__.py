@@ -1,5 +1,5 @@
-"""Running: processes, replicas, environments, devices."""
+"""Processes, replicas, engine installations, model files and devices of this machine."""
 
 import sys
 
-sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]  # httpx's own command line costs 90 ms
+sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]  # importing httpx's command line takes 90 ms

@@ -1,4 +1,4 @@
-"""What is on this machine: cores, memory, limits, instruction sets, GPUs."""
+"""Read the hardware of this machine: cores, memory, cgroup limits, instruction sets, GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import psutil
 
 from powerband.core.host import Gpu, Host, NumaNode
 
-# Ask the kernel for the AMX tiles and use one; an illegal instruction kills the asker, so it is a process of its own.
+# Request AMX tile permission from the kernel and use a tile. It runs in a child process, which an illegal instruction
+# would kill.
 _TRY_AMX = """
 import ctypes, mmap
 if ctypes.CDLL(None).syscall(158, 0x1023, 18): raise SystemExit(1)
@@ -27,7 +28,7 @@ ctypes.CFUNCTYPE(None, ctypes.c_void_p)(start)(ctypes.addressof(tiles))
 
 
 def this_host() -> Host:
-    """Look at the machine that this process may use: affinity and cgroup limits count, not the whole box."""
+    """Return the part of the machine that this process may use, by its CPU affinity and cgroup limits."""
     memory = psutil.virtual_memory()
     limit, used = _cgroup_memory()
     available = memory.available if limit is None else min(memory.available, max(limit - used, 0))
@@ -84,7 +85,7 @@ def _cpu_name() -> str:
 
 
 def cpu_flags() -> frozenset[str]:
-    """Return the instruction sets that the kernel lists."""
+    """Return the instruction sets that the kernel reports."""
     return frozenset((_cpuinfo("flags") or _cpuinfo("Features")).split())
 
 
@@ -93,7 +94,7 @@ def _amx_works() -> bool:
 
 
 def _cgroup_folders() -> list[Path]:
-    """Return this process's cgroup folders and all their parents, innermost first."""
+    """Return the cgroup directories of this process and all their parents, innermost first."""
     folders = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -111,22 +112,22 @@ def _read_number(path: Path) -> int | None:
 
 
 def _cgroup_memory() -> tuple[int | None, int]:
-    """Return the tightest memory limit above this process, and what is used under it."""
-    tightest: tuple[int | None, int] = (None, 0)
+    """Return the lowest memory limit of this process's cgroups, and the memory used in that cgroup."""
+    lowest: tuple[int | None, int] = (None, 0)
     for folder in _cgroup_folders():
         for limit_file, used_file in (
             ("memory.max", "memory.current"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):
             limit = _read_number(folder / limit_file)
-            if limit is not None and limit < 2**60 and (tightest[0] is None or limit < tightest[0]):
+            if limit is not None and limit < 2**60 and (lowest[0] is None or limit < lowest[0]):
                 used = (_read_number(folder / used_file) or 0) - _reclaimable(folder)
-                tightest = (limit, max(used, 0))
-    return tightest
+                lowest = (limit, max(used, 0))
+    return lowest
 
 
 def _reclaimable(folder: Path) -> int:
-    """Return the file cache that the kernel would give back under pressure."""
+    """Return the file cache that the kernel can reclaim."""
     with contextlib.suppress(OSError, ValueError):
         for line in (folder / "memory.stat").read_text().splitlines():
             name, _, value = line.partition(" ")
@@ -136,7 +137,7 @@ def _reclaimable(folder: Path) -> int:
 
 
 def _cpu_quota() -> float | None:
-    """Return how many cores' worth of time the cgroup may use; None without a limit."""
+    """Return the CPU limit of the cgroup, in cores; None: unlimited."""
     quotas = []
     for folder in _cgroup_folders():
         with contextlib.suppress(OSError, ValueError):
@@ -152,7 +153,7 @@ def _cpu_quota() -> float | None:
 
 
 def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
-    """Ask NVML; without a driver there is no GPU, and that is no problem."""
+    """Return the GPUs from NVML, and a problem with the driver; a machine without a driver has neither."""
     import pynvml
 
     try:
@@ -160,7 +161,7 @@ def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
     except pynvml.NVMLError_LibraryNotFound:
         return (), None
     except pynvml.NVMLError as error:
-        return (), f"the NVIDIA driver does not answer: {error}"
+        return (), f"NVML cannot connect to the NVIDIA driver: {error}"
     try:
         driver = _text(pynvml.nvmlSystemGetDriverVersion())
         return tuple(_gpu(index, driver) for index in range(pynvml.nvmlDeviceGetCount())), None

@@ -1,4 +1,4 @@
-"""Engines on this machine: found, installed into an environment of their own, removed."""
+"""Find, install and remove engines; each managed installation has a separate environment in the cache."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from powerband import engines
-from powerband.core.engine import Command, Installable, Installation, InstallPlan, Step
+from powerband.core.engine import Command, Installable, Installation, Step, StepProgress
 from powerband.core.host import Host
 from powerband.engines.base import Engine
 from powerband.errors import EngineMissing, InputError, InstallFailed
@@ -27,32 +28,36 @@ from powerband.runtime.devices import cpu_flags
 from powerband.runtime.process import Process
 
 MARKER = "installation.json"
+OnProgress = Callable[[StepProgress], None]
+_PROGRESS_INTERVAL_S = 1.0
+_TAIL_BYTES = 65536
+_BUILD_PROGRESS = re.compile(rb"^\[\s*(?:(\d+)%|(\d+)\s*/\s*(\d+))\]", re.MULTILINE)
 _FLAG = re.compile(r"(?<![\w-])--[a-zA-Z0-9][a-zA-Z0-9-]*")
 
 
 def cache_root() -> Path:
-    """Return where engines live: $POWERBAND_CACHE, or powerband under the user's cache folder."""
-    if given := os.environ.get("POWERBAND_CACHE"):
-        return Path(given)
+    """Return the cache directory: $POWERBAND_CACHE, or `powerband` in the user's cache directory."""
+    if path := os.environ.get("POWERBAND_CACHE"):
+        return Path(path)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "powerband"
 
 
 def find(name: str, *, version: str | None = None, path: str | None = None) -> Installation:
-    """Return the installation to use: the given one, else ours of that version, else the one on PATH."""
+    """Return the installation to use: the one at `path`, else a managed one, else one on PATH."""
     engine = engines.get(name)
-    given = path or os.environ.get(f"POWERBAND_{name.upper()}")
-    found = [_adopt(engine, given, origin="given")] if given else list(found_here(name))
-    fitting = [one for one in found if version is None or one.version == version]
-    if fitting:
-        return fitting[0]
+    program = path or os.environ.get(f"POWERBAND_{name.upper()}")
+    found = [_inspect_program(engine, program, origin="given")] if program else list(discover(name))
+    matching = [one for one in found if version is None or one.version == version]
+    if matching:
+        return matching[0]
     wanted = f"{name} {version}" if version else name
-    other = f"; here is {', '.join(sorted({one.version for one in found}))}" if found else ""
+    other = f" (installed: {', '.join(sorted({one.version for one in found}))})" if found else ""
     command = f"powerband engine install {name}" + (f" --version {version}" if version else "")
-    raise EngineMissing(f"{wanted} is not on this machine{other}", hint=f"run '{command}'")
+    raise EngineMissing(f"{wanted} is not installed{other}", hint=f"run '{command}'")
 
 
-def found_here(name: str) -> Iterator[Installation]:
-    """Yield every installation of one engine: ours, newest first, then those on PATH."""
+def discover(name: str) -> Iterator[Installation]:
+    """Yield every installation of an engine: managed ones, newest first, then those on PATH."""
     engine = engines.get(name)
     if engine.builtin:
         program = tuple(word.replace("{python}", sys.executable) for word in engine.builtin)
@@ -61,29 +66,29 @@ def found_here(name: str) -> Iterator[Installation]:
     for program_name in engine.programs:
         if on_path := shutil.which(program_name):
             with contextlib.suppress(InputError):
-                yield _adopt(engine, on_path, origin="path")
+                yield _inspect_program(engine, on_path, origin="path")
 
 
 def managed(name: str) -> Iterator[Installation]:
-    """Yield what Powerband installed of an engine or a tool, newest first."""
+    """Yield the managed installations of an engine or a tool, newest first."""
     flags = cpu_flags()
-    for marker in sorted((cache_root() / "engines" / name).glob(f"*/{MARKER}"), key=_age, reverse=True):
+    for marker in sorted((cache_root() / "engines" / name).glob(f"*/{MARKER}"), key=_modified_s, reverse=True):
         with contextlib.suppress(ValidationError, OSError):
             installation = Installation.model_validate_json(marker.read_text())
-            if installation.instruction_sets <= flags:  # a home folder may be shared by unlike machines
+            if installation.instruction_sets <= flags:  # a home directory can be shared by different machines
                 yield installation
 
 
-def _age(path: Path) -> float:
+def _modified_s(path: Path) -> float:
     return path.stat().st_mtime
 
 
-def _adopt(engine: Engine[Any], path: str, *, origin: str) -> Installation:
-    """Use an engine that somebody else installed, as it is."""
+def _inspect_program(engine: Engine[Any], path: str, *, origin: str) -> Installation:
+    """Describe an engine that Powerband did not install: run it for its version and flags."""
     where = shutil.which(str(Path(path).expanduser()))
     if where is None:
         raise InputError(
-            f"{path} is not a program that can be run",
+            f"{path} is not an executable program",
             hint=f"give the path of {' or '.join(engine.programs)}",
         )
     program = engine.program(where)
@@ -101,7 +106,7 @@ def _adopt(engine: Engine[Any], path: str, *, origin: str) -> Installation:
 
 
 def _flags(program: tuple[str, ...], help_args: tuple[str, ...]) -> frozenset[str] | None:
-    """Return every flag that its own help names."""
+    """Return every flag in the program's help; None: it printed none."""
     try:
         done = subprocess.run([*program, *help_args], capture_output=True, text=True, timeout=120)
     except (OSError, subprocess.TimeoutExpired):
@@ -115,26 +120,29 @@ async def install(
     host: Host,
     version: str | None = None,
     pip_args: tuple[str, ...] = (),
-    progress: Callable[[str, int, int], None] = lambda *_: None,
+    progress: OnProgress = lambda _: None,
 ) -> tuple[Installation, bool]:
-    """Install an engine or a tool unless it is there; return it, and whether work was done."""
+    """Install an engine or a tool unless it is installed; return it, and whether it was installed now."""
     name = tool.name
     plan = tool.install_plan(version or tool.default_version or "", host)
     key = json.dumps([plan.build, host.machine, sys.version_info[:2]])
     home = cache_root() / "engines" / name / f"{plan.version}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
     home.parent.mkdir(parents=True, exist_ok=True)
-    async with locked(
-        _beside(home, ".lock"), waiting=lambda: progress("wait for another process that installs it", 0, 1)
-    ):
+    waiting = StepProgress(title="wait for another process that installs it", number=1, total=1)
+    async with locked(_sibling(home, ".lock"), on_wait=lambda: progress(waiting)):
         if (home / MARKER).is_file():
             return Installation.model_validate_json((home / MARKER).read_text()), False
-        shutil.rmtree(home, ignore_errors=True)  # what an interrupted installation left
+        shutil.rmtree(home, ignore_errors=True)  # files of an interrupted installation
         home.mkdir()
-        log = _beside(home, ".log")
+        log = _sibling(home, ".log")
         log.unlink(missing_ok=True)
-        for number, step in enumerate(plan.steps):
-            progress(step.title, number, len(plan.steps))
-            await _run(step, plan, home=home, log=log, pip_args=pip_args)
+        for number, step in enumerate(plan.steps, start=1):
+            filled = _filled(step, home=home, pip_args=pip_args)
+            error = await run_step(filled, log=log, number=number, total=len(plan.steps), progress=progress)
+            if error:
+                raise InstallFailed(
+                    f"{name} {plan.version} could not be installed: '{step.title}' failed: {error}", hint=f"read {log}"
+                )
         program = tuple(_fill(word, home) for word in plan.program)
         installation = Installation(
             engine=name,
@@ -149,7 +157,7 @@ async def install(
         )
         if installation.flags is None:
             raise InstallFailed(
-                f"{name} {plan.version} was installed but '{program[0]} {tool.help_args[0]}' says nothing",
+                f"{name} {plan.version} was installed, but '{program[0]} {tool.help_args[0]}' prints no flags",
                 hint=f"read {log}",
             )
         partial = home / (MARKER + ".partial")
@@ -158,27 +166,48 @@ async def install(
         return installation, True
 
 
-async def _run(step: Step, plan: InstallPlan, *, home: Path, log: Path, pip_args: tuple[str, ...]) -> None:
+def _filled(step: Step, *, home: Path, pip_args: tuple[str, ...]) -> Step:
     argv = tuple(_fill(word, home) for word in step.argv)
     if pip_args and argv[1:3] == ("-m", "pip") and argv[3] in ("install", "download"):
         argv = (*argv, *pip_args)
     env = {key: _fill(value, home) for key, value in step.env.items()}
-    if last := await run_step(step.model_copy(update={"argv": argv, "env": env}), log=log):
-        raise InstallFailed(
-            f"{plan.engine} {plan.version} could not be installed: '{step.title}' failed: {last}", hint=f"read {log}"
-        )
+    return step.model_copy(update={"argv": argv, "env": env})
 
 
-async def run_step(step: Step, *, log: Path) -> str | None:
-    """Run one command to its end; return the last line of what it said where it failed."""
+async def run_step(
+    step: Step, *, log: Path, number: int = 1, total: int = 1, progress: OnProgress = lambda _: None
+) -> str | None:
+    """Run one command to its end and report its progress; return the last line of its output if it failed."""
     with log.open("a") as stream:
         stream.write(f"\n== {step.title}\n$ {' '.join(step.argv)}\n")
+    output_start, begin_s = log.stat().st_size, time.monotonic()
+    state = StepProgress(title=step.title, number=number, total=total)
+    progress(state)
     async with Process(Command(argv=step.argv, env=step.env), log=log) as process:
-        await process.ended.wait()
+        while not process.exited.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.exited.wait(), _PROGRESS_INTERVAL_S)
+            fraction = _build_fraction(log, output_start)
+            changes = {"elapsed_s": time.monotonic() - begin_s} | ({} if fraction is None else {"fraction": fraction})
+            state = state.model_copy(update=changes)
+            progress(state)
     if process.exit_code == 0:
         return None
-    words = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return words[-1][:300]
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300]
+
+
+def _build_fraction(log: Path, start: int) -> float | None:
+    """Return the last progress that make ('[ 37%]') or ninja ('[12/345]') printed after `start`; None: none."""
+    with contextlib.suppress(OSError), log.open("rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        start = start if start <= size else 0  # the log was rotated
+        stream.seek(max(start, size - _TAIL_BYTES))
+        found = _BUILD_PROGRESS.findall(stream.read())
+        if found:
+            percent, done, of = found[-1]
+            return min(1.0, int(percent) / 100 if percent else int(done) / max(1, int(of)))
+    return None
 
 
 def _fill(text: str, home: Path) -> str:
@@ -186,41 +215,41 @@ def _fill(text: str, home: Path) -> str:
 
 
 def cores() -> int:
-    """Return how many cores we may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _beside(home: Path, suffix: str) -> Path:
+def _sibling(home: Path, suffix: str) -> Path:
     return home.with_name(home.name + suffix)
 
 
 @contextlib.asynccontextmanager
-async def locked(path: Path, *, waiting: Callable[[], None]) -> AsyncIterator[None]:
-    """Hold the lock of one thing that is made; it is free again when its holder dies, however it dies."""
+async def locked(path: Path, *, on_wait: Callable[[], None]) -> AsyncIterator[None]:
+    """Hold an exclusive file lock; call `on_wait` once if it must wait. The kernel releases it if the process dies."""
     with path.open("a") as stream:
-        told = False
+        reported = False
         while True:
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError:
-                if not told:
-                    waiting()
-                told = True
+                if not reported:
+                    on_wait()
+                reported = True
                 await asyncio.sleep(0.5)
         yield
 
 
 def remove(name: str, *, version: str | None = None) -> list[Installation]:
-    """Remove our installations of an engine; those that somebody else made are not ours to remove."""
-    ours = [one for one in found_here(name) if one.origin == "managed" and version in (None, one.version)]
-    if not ours:
+    """Remove the managed installations of an engine; others are left alone."""
+    installed = [one for one in discover(name) if one.origin == "managed" and version in (None, one.version)]
+    if not installed:
         wanted = f"{name} {version}" if version else name
-        raise InputError(f"Powerband has installed no {wanted}", hint="see 'powerband engine list'")
-    for one in ours:
+        raise InputError(f"no managed installation of {wanted} was found", hint="see 'powerband engine list'")
+    for one in installed:
         home = Path(str(one.home))
         (home / MARKER).unlink()
         shutil.rmtree(home)
         for suffix in (".lock", ".log"):
-            _beside(home, suffix).unlink(missing_ok=True)
-    return ours
+            _sibling(home, suffix).unlink(missing_ok=True)
+    return installed

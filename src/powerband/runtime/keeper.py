@@ -1,13 +1,13 @@
-"""The keeper: a small process between Powerband and an engine that outlives neither.
+"""The keeper: a parent process for an engine, which ends the engine when Powerband dies, and leaves nothing behind.
 
-Run as a script with the standard library alone:
+It runs as a script and uses only the standard library:
 
     keeper.py CONTROL_FD SCRATCH_FOLDER LOG_PATH LOG_MAX_BYTES ARGV...
 
-It leads a session of its own, adopts whatever the engine orphans, gives it a folder of its own for temporary files,
-and writes its output to a log of bounded size. The control socket carries `stop <grace seconds>` in, and `pid <n>` and
-`exit <status>` out. When the socket closes, Powerband is dead, however it died: the engine and all its descendants are
-killed at once. When the keeper itself is killed, the kernel kills the engine.
+The keeper leads a new session, is the subreaper of the engine's orphaned processes, gives the engine a private TMPDIR,
+and writes its output to a log of bounded size. It receives `stop <grace seconds>` on the control socket, and sends
+`pid <n>` and `exit <status>`. The socket closes when Powerband ends, for any reason; the keeper then kills the engine
+and all its descendants. If the keeper is killed, the kernel kills the engine (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 class Log:
-    """An append-only file that is rotated once it is full: at most twice its limit on disk."""
+    """An append-only file that is rotated when it reaches its limit; both files take at most twice the limit."""
 
     def __init__(self, path: str, limit: int) -> None:
         self.path, self.limit = Path(path), limit
@@ -54,7 +54,7 @@ class Log:
 
 
 def descendants(root: int) -> list[int]:
-    """Return every process below `root`, from the kernel's own table."""
+    """Return all descendants of a process, from /proc."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -62,14 +62,14 @@ def descendants(root: int) -> list[int]:
             children.setdefault(int(fields[1]), []).append(int(entry.name))
     found, queue = [], [root]
     while queue:
-        below = children.get(queue.pop(), [])
-        found += below
-        queue += below
+        direct = children.get(queue.pop(), [])
+        found += direct
+        queue += direct
     return found
 
 
 def shared_memory(pids: list[int]) -> set[str]:
-    """Return the shared-memory files that only these processes map: a killed process cannot remove its own."""
+    """Return the shared-memory files that only these processes map; a killed process cannot remove its files."""
     ours, others = set(), set()
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -83,14 +83,14 @@ def shared_memory(pids: list[int]) -> set[str]:
 
 
 def tracks_resources(pid: int) -> bool:
-    """Tell whether a process is Python's tracker of shared memory and semaphores."""
+    """Return whether a process is Python's multiprocessing resource tracker."""
     with contextlib.suppress(OSError):
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 
 class Keeper:
-    """Own one engine until it is gone."""
+    """Runs one engine, and kills and cleans up everything that it started."""
 
     def __init__(self, control: socket.socket, scratch: str, log: Log, argv: list[str]) -> None:
         self.control, self.scratch, self.log, self.argv = control, scratch, log, argv
@@ -99,7 +99,7 @@ class Keeper:
         self.shared: set[str] = set()
 
     def run(self) -> None:
-        """Start the engine, wait for it or for the order to end it, leave nothing behind."""
+        """Start the engine, wait until it exits or must stop, then kill and clean up what is left."""
         wake_read, wake_write = socket.socketpair()
         wake_write.setblocking(False)
         signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
@@ -110,7 +110,7 @@ class Keeper:
         if self.engine is None:
             shutil.rmtree(self.scratch, ignore_errors=True)
             return
-        self.tell(f"pid {self.engine.pid}")
+        self.send(f"pid {self.engine.pid}")
         assert self.engine.stdout is not None
         output = self.engine.stdout
         os.set_blocking(output.fileno(), False)
@@ -118,7 +118,7 @@ class Keeper:
             selector.register(self.control, selectors.EVENT_READ, self.on_control)
             selector.register(wake_read, selectors.EVENT_READ, lambda: wake_read.recv(4096))
             selector.register(output, selectors.EVENT_READ, self.on_output)
-            while not self.gone():
+            while not self.reap():
                 wait = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
                 for key, _ in selector.select(wait):
                     if key.data() is False:
@@ -127,7 +127,7 @@ class Keeper:
                     break
         self.kill_all()
         self.on_output()
-        self.tell(f"exit {self.status}")
+        self.send(f"exit {self.status}")
 
     def spawn(self) -> subprocess.Popen[bytes] | None:
         keeper = os.getpid()
@@ -148,7 +148,7 @@ class Keeper:
                 preexec_fn=before_exec,
             )
         except OSError as error:
-            self.tell(f"cannot {error}")
+            self.send(f"cannot {error}")
             return None
 
     def on_control(self) -> bool:
@@ -177,15 +177,15 @@ class Keeper:
                 return False
             self.log.write(data)
 
-    def stop(self, grace: float) -> None:
-        self.deadline = min(self.deadline or float("inf"), time.monotonic() + grace)
+    def stop(self, grace_s: float) -> None:
+        self.deadline = min(self.deadline or float("inf"), time.monotonic() + grace_s)
         self.shared |= shared_memory(descendants(os.getpid()))
         assert self.engine is not None
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.engine.pid, signal.SIGTERM)
 
-    def gone(self) -> bool:
-        """Reap whatever has ended; True once the engine's first process has."""
+    def reap(self) -> bool:
+        """Reap ended children; return whether the engine's main process has ended."""
         assert self.engine is not None
         while True:
             try:
@@ -199,19 +199,19 @@ class Keeper:
                 self.engine.returncode = self.status
 
     def kill_all(self) -> None:
-        """Kill every descendant until none is left, and remove the shared memory and the files that they leave."""
+        """Kill every descendant until none is left; remove their shared memory and temporary files."""
         assert self.engine is not None
-        pause, patience = 0.001, time.monotonic() + 1.0
+        pause_s, tracker_deadline = 0.001, time.monotonic() + 1.0
         for _ in range(2000):
-            below = descendants(os.getpid()) if sys.platform == "linux" else []
-            self.shared |= shared_memory(below) if below else set()
-            waiting = time.monotonic() < patience
-            for pid in below:
+            alive = descendants(os.getpid()) if sys.platform == "linux" else []
+            self.shared |= shared_memory(alive) if alive else set()
+            waiting = time.monotonic() < tracker_deadline
+            for pid in alive:
                 if waiting and tracks_resources(pid):
-                    continue  # it removes what the others leave, and ends by itself
+                    continue  # it removes the shared memory of the others, then exits
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            if not below or not waiting:
+            if not alive or not waiting:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self.engine.pid, signal.SIGKILL)
             try:
@@ -219,20 +219,20 @@ class Keeper:
                     pass
             except ChildProcessError:
                 break
-            time.sleep(pause)
-            pause = min(pause * 2, 0.05)
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 2, 0.05)
         for path in self.shared:
             with contextlib.suppress(OSError):
                 Path(path).unlink()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
-    def tell(self, line: str) -> None:
+    def send(self, line: str) -> None:
         with contextlib.suppress(OSError):
             self.control.sendall(line.encode() + b"\n")
 
 
 def main() -> None:
-    """Read the arguments and keep."""
+    """Parse the arguments and run the keeper."""
     fd, scratch, log_path, limit, *argv = sys.argv[1:]
     Path(scratch).mkdir(mode=0o700)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -1,4 +1,4 @@
-"""Read a model's facts from its files."""
+"""Read the architecture and size of a model from its files, the cache, the catalogue or the hub."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from powerband.runtime import installations
 
 
 def inspect(source: str) -> Model:
-    """Return what the files at `source` say; a hub id that is not here says nothing yet."""
+    """Read a model from local files; for a hub id return a Model with only its source."""
     path = Path(source).expanduser()
     if path.is_dir():
         return _directory(path)
     if path.is_file():
         return _file(path)
     if is_local(source):
-        raise InputError(f"there is no model at {source}", hint="give a GGUF file, a model directory, or a hub id")
+        raise InputError(f"no model found at {source}", hint="give a GGUF file, a model directory, or a hub id")
     return Model(source=source)
 
 
-def anywhere(source: str) -> str:
-    """Return where a model is, so that it means the same in every folder; a hub id does already."""
+def absolute_source(source: str) -> str:
+    """Return the absolute path of a local model; a hub id is returned unchanged."""
     path = Path(source).expanduser()
     return str(path.resolve()) if path.exists() else source
 
 
-def facts(source: str) -> Model:
-    """Return a model's shape where its weights need not be here: from files, a cache, the catalogue, or the hub."""
+def architecture(source: str) -> Model:
+    """Return a model's architecture without its weights: from local files, a cache, the catalogue or the hub."""
     path = Path(source).expanduser()
     if path.is_file() and path.suffix == ".json":
         return from_config_json(_json(path), source=str(path), weight_bytes=None)
     if path.is_dir() and (path / "config.json").is_file():
-        return _directory(path) if any(path.glob("*.safetensors")) else facts(str(path / "config.json"))
+        return _directory(path) if any(path.glob("*.safetensors")) else architecture(str(path / "config.json"))
     if path.exists() or is_local(source):
         return inspect(source)
     name = source.replace("/", "--")
-    kept = installations.cache_root() / "models" / name / "config.json"
+    cached = installations.cache_root() / "models" / name / "config.json"
     hub = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub" / f"models--{name}" / "snapshots"
-    for found in (kept, *sorted(hub.glob("*/config.json"))):
+    for found in (cached, *sorted(hub.glob("*/config.json"))):
         if found.is_file():
             return from_config_json(_json(found), source=source, weight_bytes=None)
     if source in catalog.names("model"):
         return from_config_json(json.loads(catalog.text("model", source)), source=source, weight_bytes=None)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    kept.write_text(_from_hub(source))
-    return from_config_json(_json(kept), source=source, weight_bytes=None)
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    cached.write_text(_from_hub(source))
+    return from_config_json(_json(cached), source=source, weight_bytes=None)
 
 
 def _from_hub(source: str) -> str:
@@ -61,33 +61,35 @@ def _from_hub(source: str) -> str:
     address = f"{os.environ.get('HF_ENDPOINT', 'https://huggingface.co')}/{source}/resolve/main/config.json"
     token = os.environ.get("HF_TOKEN")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    hint = "give a folder with its config.json, a GGUF file, or one of: " + ", ".join(catalog.names("model"))
+    hint = "give a directory with its config.json, a GGUF file, or one of: " + ", ".join(catalog.names("model"))
     try:
         answer = httpx.get(address, headers=headers, timeout=10, follow_redirects=True)
     except httpx.HTTPError as error:
-        raise InputError(f"{source} is not here, and the hub cannot be reached ({error})", hint=hint) from None
+        raise InputError(
+            f"{source} was not found locally, and the hub cannot be reached ({error})", hint=hint
+        ) from None
     if answer.status_code != 200:
         raise InputError(f"the hub has no config.json of {source} (HTTP {answer.status_code})", hint=hint)
     return answer.text
 
 
 def digest(source: str) -> str:
-    """Return the SHA-256 over a model's weights and the files that say how to read them; of a hub id its name."""
+    """Return the SHA-256 of a model's weights and JSON files; a hub id is returned unchanged."""
     path = Path(source).expanduser()
     if not path.exists():
         return source
     files = (
         sorted(one for one in path.iterdir() if one.suffix in (".safetensors", ".json")) if path.is_dir() else [path]
     )
-    whole = hashlib.sha256()
+    total = hashlib.sha256()
     for one in files:
         with one.open("rb") as stream:
-            whole.update(hashlib.file_digest(stream, "sha256").digest())
-    return whole.hexdigest()
+            total.update(hashlib.file_digest(stream, "sha256").digest())
+    return total.hexdigest()
 
 
 def is_local(source: str) -> bool:
-    """Tell whether a source must be a path: a hub id is exactly `owner/name`, without a file's ending."""
+    """Return whether a source is a path; a hub id is exactly `owner/name`, without a file extension."""
     looks_like_path = source.startswith(("/", ".", "~")) or source.endswith((".gguf", ".safetensors"))
     return looks_like_path or source.count("/") != 1
 

@@ -1,4 +1,4 @@
-"""Ports that nobody else of ours will take, and that the kernel gives to no client meanwhile."""
+"""Reserve TCP ports among the Powerband processes of a user."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import IO
 
 from powerband.errors import InputError
 
-# Below the kernel's range for outgoing connections, so that no client is handed one of these by chance.
+# Below the kernel's ephemeral range, so that no outgoing connection uses one of these ports.
 _LOW, _HIGH = 20_000, 32_000
 
 
 class Port:
-    """A reserved port: locked among Powerband's processes until released, free by a trial bind."""
+    """A reserved port: other Powerband processes do not use it until it is released."""
 
     def __init__(self, number: int, lock: IO[bytes]) -> None:
         self.number, self._lock = number, lock
@@ -34,18 +34,20 @@ class Port:
 
 
 def reserve(host: str, number: int | None = None) -> Port:
-    """Reserve the given port, or any; the lock dies with this process, however it dies."""
+    """Reserve a port, by default any free one; the kernel releases the lock when this process ends."""
     if number is not None:
         port = _try(host, number)
         if port is None:
             raise InputError(
-                f"port {number} on {host} is taken", hint="give another --port, or none to have one picked"
+                f"port {number} on {host} is in use", hint="give another --port, or omit --port to get a free one"
             )
         return port
     for candidate in random.sample(range(_LOW, _HIGH), 2000):
         if port := _try(host, candidate):
             return port
-    raise InputError(f"no free port between {_LOW} and {_HIGH} on {host}", hint="stop something, or give --port")
+    raise InputError(
+        f"no free port between {_LOW} and {_HIGH} on {host}", hint="stop servers that use these ports, or give --port"
+    )
 
 
 def _try(host: str, number: int) -> Port | None:
@@ -56,7 +58,7 @@ def _try(host: str, number: int) -> Port | None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections do not count
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections in TIME_WAIT
             trial.bind((host, number))
         return Port(number, lock)
     except socket.gaierror:

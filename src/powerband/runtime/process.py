@@ -1,4 +1,4 @@
-"""One process under a keeper: started, watched, stopped with a deadline, never orphaned."""
+"""A child process with a keeper: stopped within a deadline, and killed if this process dies."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from powerband.errors import EngineFailed
 
 KEEPER = Path(__file__).with_name("keeper.py")
 LOG_MAX_BYTES = 32 * 2**20
-_MARK = "POWERBAND_PROCESS"  # inherited by whatever the engine starts, in whatever session
+_MARK = "POWERBAND_PROCESS"  # environment variable that all descendants inherit, in any session
 
 
 class Process:
-    """A running command whose death is bound to ours; use it as `async with`."""
+    """A running command that cannot outlive this process; use it with `async with`."""
 
     def __init__(self, command: Command, *, log: Path, grace_s: float = 3.0) -> None:
         self.command, self.log, self.grace_s = command, log, grace_s
         self.pid: int | None = None
-        self.exit_code: int | None = None  # negative: the signal that ended it
-        self.ended = asyncio.Event()
+        self.exit_code: int | None = None  # negative: the number of the signal that ended it
+        self.exited = asyncio.Event()
         self._mark = secrets.token_hex(8)
         self._scratch = Path(tempfile.gettempdir()) / f"powerband-{self._mark}"
 
@@ -51,15 +51,15 @@ class Process:
         try:
             first = (await self._reader.readline()).decode()
             if not first.startswith("pid "):
-                reason = first.removeprefix("cannot ").strip() or "it died before it began"
+                reason = first.removeprefix("cannot ").strip() or "the keeper process exited"
                 raise EngineFailed(
                     f"cannot run {self.command.argv[0]}: {reason}",
-                    hint="check that the program is there and executable; 'powerband doctor' lists what was found",
+                    hint="check that the program exists and is executable; 'powerband doctor' lists engines",
                     failure="file_missing",
                 )
             self.pid = int(first.split()[1])
         except BaseException:
-            await self._end()
+            await self._close()
             raise
         self._watcher = asyncio.create_task(self._watch())
         return self
@@ -70,37 +70,37 @@ class Process:
         await self.stop(self.grace_s)
 
     async def _watch(self) -> None:
-        """Wait for the keeper's word; a keeper that ends without one was killed, and its engine goes with it."""
-        said = None
+        """Wait for the exit status from the keeper; if the keeper was killed, kill what is left of the engine."""
+        status = None
         while line := (await self._reader.readline()).decode():
             if line.startswith("exit "):
-                said = line.split()[1]
+                status = line.split()[1]
         await asyncio.to_thread(self._keeper.wait)
-        if said is None or said == "None":
-            await asyncio.to_thread(_kill_family, self._keeper.pid, self._mark)
+        if status is None or status == "None":
+            await asyncio.to_thread(_kill_descendants, self._keeper.pid, self._mark)
             shutil.rmtree(self._scratch, ignore_errors=True)
             self.exit_code = -signal.SIGKILL
         else:
-            self.exit_code = int(said)
-        self.ended.set()
+            self.exit_code = int(status)
+        self.exited.set()
 
     async def stop(self, grace_s: float) -> None:
-        """Ask it to end, and after the grace kill all of it; return once it is gone."""
-        if not self.ended.is_set():
+        """Send SIGTERM, kill all of its processes after `grace_s`, and wait until they have ended."""
+        if not self.exited.is_set():
             with contextlib.suppress(ConnectionError):
                 self._writer.write(f"stop {grace_s}\n".encode())
                 await self._writer.drain()
         await asyncio.shield(self._watcher)
-        await self._end()
+        await self._close()
 
-    async def _end(self) -> None:
+    async def _close(self) -> None:
         self._writer.close()
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()
         await asyncio.to_thread(self._keeper.wait)
 
     def memory_bytes(self) -> int:
-        """Return what the whole tree takes: shared pages are counted once where the kernel tells."""
+        """Return the memory of the process tree; shared pages count once if the kernel reports PSS."""
         total = 0
         for process in self._tree():
             with contextlib.suppress(psutil.Error):
@@ -109,7 +109,7 @@ class Process:
         return total
 
     def cpu_seconds(self) -> float:
-        """Return the CPU time that the whole tree has used."""
+        """Return the CPU time of the process tree."""
         total = 0.0
         for process in self._tree():
             with contextlib.suppress(psutil.Error):
@@ -118,7 +118,7 @@ class Process:
         return total
 
     def owns_port(self, port: int) -> bool:
-        """Tell whether a process of the tree listens on the port; True where the kernel does not say."""
+        """Return whether a process of the tree listens on the port; True if that is unknown."""
         try:
             for process in self._tree():
                 for connection in process.net_connections(kind="tcp"):
@@ -138,8 +138,8 @@ class Process:
             return []
 
 
-def _kill_family(session: int, mark: str) -> None:
-    """Kill every process of the keeper's session, and any that left it with our mark in its environment."""
+def _kill_descendants(session: int, mark: str) -> None:
+    """Kill every process of the keeper's session, and processes in other sessions that have our mark."""
     for _ in range(100):
         found = []
         for process in psutil.process_iter():

@@ -1,4 +1,4 @@
-"""A Ray cluster, for whatever runs on other machines."""
+"""Connect to a Ray cluster, to run trials and replicas on other machines."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from powerband.errors import InputError
 
 
 def connect(address: str) -> Any:
-    """Join the cluster, unless this process has; return Ray."""
+    """Connect this process to the cluster unless it is connected; return the ray module."""
     ray = library()
     ray.init(address=address, log_to_driver=False, ignore_reinit_error=True)
     return ray
 
 
 def library() -> Any:
-    """Return Ray, which only some need."""
+    """Return the ray module, an optional dependency."""
     try:
         import ray
     except ImportError:
@@ -23,7 +23,7 @@ def library() -> Any:
     return ray
 
 
-def told(error: Exception) -> str:
-    """Return what went wrong on the other machine, in a sentence."""
+def remote_error_message(error: Exception) -> str:
+    """Return the message of the error that was raised on the other machine."""
     cause = getattr(error, "cause", None)
     return str(getattr(cause, "message", None) or str(error).splitlines()[-1])

@@ -1,4 +1,4 @@
-"""A replica: one engine from its first breath to its last, as one state machine."""
+"""A replica: one running engine, from start to stop, as a state machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from powerband.runtime import installations
 from powerband.runtime.process import Process
 
 State = Literal["created", "starting", "answering", "ready", "stopping", "stopped", "failed"]
-_NEXT: dict[State, frozenset[State]] = {
+_TRANSITIONS: dict[State, frozenset[State]] = {
     "created": frozenset({"starting", "answering", "stopping", "failed"}),
     "starting": frozenset({"answering", "stopping", "failed"}),
     "answering": frozenset({"ready", "stopping", "failed"}),
@@ -34,13 +34,13 @@ _NEXT: dict[State, frozenset[State]] = {
     "stopped": frozenset(),
     "failed": frozenset({"stopped"}),
 }
-_COMPILED = "TORCHINDUCTOR_CACHE_DIR"  # by itself among the temporary files, which are gone with the process
+_COMPILE_CACHE_ENV = "TORCHINDUCTOR_CACHE_DIR"  # by default below TMPDIR, which the keeper removes
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One phase of a start and how long it took."""
+    """Duration of one phase of a start."""
 
     phase: str
     seconds: float
@@ -48,11 +48,11 @@ class Timing:
 
 @dataclass
 class Replica:
-    """One running engine; use it as `async with`, and it is ready inside and gone after."""
+    """One running engine; inside `async with` it is ready, and afterwards it has stopped."""
 
     deployment: Deployment[Any]
     engine: Engine[Any]
-    command: Command | None  # None: attached to a server that somebody else runs
+    command: Command | None  # None: attached to a server that Powerband did not start
     url: str
     port: int | None
     directory: Path
@@ -66,29 +66,29 @@ class Replica:
 
     @property
     def log_path(self) -> Path:
-        """Return the engine's log."""
+        """Return the path of the engine's log."""
         return self.directory / "engine.log"
 
     async def __aenter__(self) -> Replica:
-        self._began = self._phase_began = time.monotonic()
+        self._phase_began = time.monotonic()
         self._scanned = 0
-        self._ahead = list(self.engine.phases())
-        limits = httpx.Limits(max_keepalive_connections=0)  # a reused idle connection may be closed under us
+        self._remaining_phases = list(self.engine.phases())
+        limits = httpx.Limits(max_keepalive_connections=0)  # the server may close an idle connection at any time
         self._http = httpx.AsyncClient(
             base_url=self.url,
             trust_env=False,
             limits=limits,
             headers=self.request_headers,
-            verify=self.url.startswith("https:"),  # reading the machine's certificates takes 80 ms
+            verify=self.url.startswith("https:"),  # loading the CA certificates takes 80 ms
         )
         try:
             if self.command is not None:
                 self._enter("starting")
-                if self.log_path.exists():  # what an earlier run said must not be taken for this one's words
+                if self.log_path.exists():  # do not read phases and failures of an earlier run
                     self.log_path.replace(self.log_path.with_suffix(".log.previous"))
-                self.process = Process(_keeping(self.command), log=self.log_path, grace_s=self.stop_grace_s)
+                self.process = Process(_with_compile_cache(self.command), log=self.log_path, grace_s=self.stop_grace_s)
                 await self.process.__aenter__()
-            await self._alive(self._become_ready(), within_s=self.ready_timeout_s)
+            await self._while_running(self._become_ready(), timeout_s=self.ready_timeout_s)
         except BaseException as error:
             failed = isinstance(error, EngineFailed)
             await self._finish("failed" if failed else "stopping")
@@ -103,16 +103,16 @@ class Replica:
         await self._finish(self.state)
 
     async def watch(self) -> None:
-        """Return never while the engine lives; raise what killed it."""
+        """Wait until the engine exits, then raise EngineFailed with the cause."""
         if self.process is None:
             await asyncio.Event().wait()
         else:
-            await self.process.ended.wait()
+            await self.process.exited.wait()
             self._enter("failed")
-            raise self._autopsy("crashed", "died while it was serving")
+            raise self._failure("crashed", "exited while it was serving")
 
     async def gauges(self) -> Gauges:
-        """Read the engine's own counters under our names."""
+        """Read the engine's metrics."""
         pages = {}
         for path in self.engine.gauge_pages:
             with contextlib.suppress(httpx.HTTPError):
@@ -121,29 +121,29 @@ class Replica:
         return self.engine.gauges(pages)
 
     async def server_name(self) -> str:
-        """Return what the server calls itself in its answers; empty where it does not."""
+        """Return the server's `server` header; empty if it sends none."""
         with contextlib.suppress(httpx.HTTPError):
             return str((await self._http.get("/v1/models", timeout=10)).headers.get("server", ""))
         return ""
 
     def readings(self) -> dict[str, float]:
-        """Return what the engine's log says in numbers, such as the size of its KV cache."""
+        """Return the numbers in the engine's log, such as the size of its KV cache."""
         return self.engine.readings(self._log())
 
     async def _become_ready(self) -> None:
         following = asyncio.create_task(self._follow_log())
         try:
-            await self._until_healthy()
+            await self._wait_until_healthy()
         finally:
             following.cancel()
         self._scan_log()
         self._end_phase("listening")
         self._enter("answering")
-        await self._first_answer()
+        await self._check_first_answer()
         if self.process is not None and self.port is not None and not self.process.owns_port(self.port):
             raise EngineFailed(
-                f"port {self.port} is answered by a process that is not ours",
-                hint="give another --port, or none to have one picked",
+                f"another process listens on port {self.port}",
+                hint="give another --port, or omit --port to get a free one",
                 failure="port_taken",
             )
         if ignored := self.engine.diagnose(self._log(), ready=True):
@@ -151,8 +151,8 @@ class Replica:
         self._end_phase("first answer")
         self._enter("ready")
 
-    async def _until_healthy(self) -> None:
-        pause = 0.02
+    async def _wait_until_healthy(self) -> None:
+        pause_s = 0.02
         while True:
             with contextlib.suppress(httpx.HTTPError):
                 path = "/v1/models" if self.engine.attaches else "/health"
@@ -161,15 +161,15 @@ class Replica:
                     return
                 if self.engine.attaches and answer.status_code in (401, 403):
                     raise EngineFailed(
-                        f"{self.url} refuses the key ({answer.status_code})",
-                        hint="name the environment variable that holds it: --set api_key_env=NAME",
+                        f"{self.url} rejects the API key (HTTP {answer.status_code})",
+                        hint="give the environment variable that contains it: --set api_key_env=NAME",
                         failure="no_answer",
                     )
-            await asyncio.sleep(pause)
-            pause = min(pause * 1.5, 0.25)
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, 0.25)
 
-    async def _first_answer(self) -> None:
-        """Send one real request: a server can be healthy and unable to answer."""
+    async def _check_first_answer(self) -> None:
+        """Send one completion request: a server can report healthy and still fail every request."""
         body: dict[str, Any] = {"prompt": "Hello", "max_tokens": 2, "temperature": 0}
         while True:
             try:
@@ -178,88 +178,91 @@ class Replica:
                 if answer.status_code == 200 and answer.json()["choices"]:
                     return
             except (httpx.HTTPError, ValueError, KeyError, TypeError):
-                await self._let_it_die()
-                raise self._autopsy("died_on_first_request", "was healthy and broke off its first answer") from None
+                await self._wait_for_exit()
+                raise self._failure(
+                    "died_on_first_request", "became healthy, then failed during its first answer"
+                ) from None
             if answer.status_code not in (429, 503):
-                await self._let_it_die()
-                said = " ".join(answer.text.split())[:300]
-                raise self._autopsy(
+                await self._wait_for_exit()
+                body_text = " ".join(answer.text.split())[:300]
+                raise self._failure(
                     "no_answer",
-                    f"was healthy and answered its first request with {answer.status_code}: {said}",
+                    f"became healthy, then answered its first request with HTTP {answer.status_code}: {body_text}",
                 )
             await asyncio.sleep(0.2)
 
     async def model_name(self) -> str:
-        """Return the name by which requests ask for the model."""
+        """Return the model name for requests."""
         if not self.engine.attaches:
             return self.deployment.served_name
         names = [model["id"] for model in (await self._http.get("/v1/models", timeout=10)).json()["data"]]
         wanted = self.deployment.variant.source
         return wanted if wanted in names or not names else str(names[0])
 
-    async def _let_it_die(self) -> None:
-        """Give a broken engine the time to write its last words."""
+    async def _wait_for_exit(self) -> None:
+        """Wait up to 3 s for a failing engine to exit, so that its log is complete."""
         if self.process is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.process.ended.wait(), 3.0)
+                await asyncio.wait_for(self.process.exited.wait(), 3.0)
 
-    async def _alive(self, work: Awaitable[T], *, within_s: float) -> T:
-        """Do the work while the engine lives and the time lasts; otherwise say why not."""
+    async def _while_running(self, work: Awaitable[T], *, timeout_s: float) -> T:
+        """Await the work; raise EngineFailed if the engine exits or the timeout expires first."""
         task = asyncio.ensure_future(work)
-        death = asyncio.create_task(self.process.ended.wait()) if self.process else None
-        waiting = {task, death} if death else {task}
+        exited = asyncio.create_task(self.process.exited.wait()) if self.process else None
+        waiting = {task, exited} if exited else {task}
         try:
-            done, _ = await asyncio.wait(waiting, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if task in done:
                 return task.result()
-            if death in done:
+            if exited in done:
                 answering = self.state == "answering"
                 kind: FailureKind = "died_on_first_request" if answering else "crashed"
-                raise self._autopsy(
-                    kind, "was healthy and died of its first request" if answering else "died at its start"
+                raise self._failure(
+                    kind, "became healthy, then crashed on its first request" if answering else "crashed during startup"
                 )
             if self.engine.attaches:
                 raise EngineFailed(
-                    f"nothing answers at {self.url}",
-                    hint="check the URL and that the server is up",
+                    f"no server answers at {self.url}",
+                    hint="check the URL, and that the server is running",
                     failure="never_ready",
                 )
-            raise self._autopsy("never_ready", f"was not ready after {within_s:.0f} s")
+            raise self._failure("never_ready", f"was not ready after {timeout_s:.0f} s")
         finally:
-            for one in (task, death):
+            for one in (task, exited):
                 if one is not None and not one.done():
                     one.cancel()
                     with contextlib.suppress(asyncio.CancelledError, EngineFailed):
                         await one
 
-    def _autopsy(self, kind: FailureKind, sentence: str) -> EngineFailed:
-        """Turn what the log and the exit say into one error; a typed failure says more than when it happened."""
-        found = self.engine.diagnose(self._log()) or self._by_signal()
+    def _failure(self, kind: FailureKind, sentence: str) -> EngineFailed:
+        """Return an error with the cause from the log or the exit signal, else with `kind` and `sentence`."""
+        found = self.engine.diagnose(self._log()) or self._failure_by_signal()
         if found is None or found.kind == "crashed":
-            longer = "; a slow start wants a longer --ready-timeout" if kind == "never_ready" else ""
+            longer = "; for a slow start raise --ready-timeout" if kind == "never_ready" else ""
             found = Failure(
                 kind=kind,
                 sentence=f"{self.engine.name} {sentence}" + (f": {found.sentence}" if found else ""),
-                hint=f"read its log: {self.log_path}{longer}",
+                hint=f"read the engine's log: {self.log_path}{longer}",
                 evidence=found.evidence if found else "",
             )
         return EngineFailed(
-            found.sentence, hint=found.hint, failure=found.kind, evidence=found.evidence or self._last_words()
+            found.sentence, hint=found.hint, failure=found.kind, evidence=found.evidence or self._last_log_line()
         )
 
-    def _by_signal(self) -> Failure | None:
+    def _failure_by_signal(self) -> Failure | None:
         code = self.process.exit_code if self.process else None
         if code == -signal.SIGILL:
             return Failure(
                 kind="unsupported",
-                sentence=f"{self.engine.name} used an instruction that this CPU does not run",
-                hint=f"reinstall it for this CPU: 'powerband engine remove {self.engine.name}' and install again",
+                sentence=f"{self.engine.name} used an instruction that this CPU does not support",
+                hint=f"rebuild it for this CPU: run 'powerband engine remove {self.engine.name}', "
+                f"then 'powerband engine install {self.engine.name}'",
             )
         if code == -signal.SIGKILL and self.state not in ("stopping",):
             return Failure(
                 kind="out_of_memory",
-                sentence=f"{self.engine.name} was killed from outside; the kernel does that when memory runs out",
-                hint="lower its memory, or look for the killer in 'dmesg'",
+                sentence=f"{self.engine.name} was killed with SIGKILL; the kernel does this when memory runs out",
+                hint="reduce its memory use, or look for the cause in 'dmesg'",
             )
         return None
 
@@ -269,26 +272,26 @@ class Replica:
         except OSError:
             return ""
 
-    def _last_words(self) -> str:
+    def _last_log_line(self) -> str:
         lines = [line for line in self._log().splitlines() if line.strip()]
         return lines[-1].strip()[:500] if lines else ""
 
     async def _follow_log(self) -> None:
-        """A server may take a connection long before it answers it, so the log is read meanwhile."""
+        """Scan the log for phases while the health check waits: a server can accept a connection and answer late."""
         while True:
             self._scan_log()
             await asyncio.sleep(0.1)
 
     def _scan_log(self) -> None:
-        """End the phases whose line has appeared; a later line ends the ones before it."""
+        """End the phases whose pattern matches the log; a later phase ends those before it."""
         log = self._log()
         if len(log) == self._scanned:
             return
         self._scanned = len(log)
-        for number in range(len(self._ahead) - 1, -1, -1):
-            if re.search(self._ahead[number].pattern, log, re.MULTILINE):
-                self._end_phase(self._ahead[number].name)
-                del self._ahead[: number + 1]
+        for number in range(len(self._remaining_phases) - 1, -1, -1):
+            if re.search(self._remaining_phases[number].pattern, log, re.MULTILINE):
+                self._end_phase(self._remaining_phases[number].name)
+                del self._remaining_phases[: number + 1]
                 return
 
     def _end_phase(self, name: str) -> None:
@@ -298,8 +301,8 @@ class Replica:
         self.on_change(self, name)
 
     def _enter(self, state: State) -> None:
-        if state not in _NEXT[self.state]:
-            raise RuntimeError(f"a replica cannot go from {self.state} to {state}")
+        if state not in _TRANSITIONS[self.state]:
+            raise RuntimeError(f"invalid replica transition: {self.state} to {state}")
         self.state = state
         with contextlib.suppress(OSError), (self.directory / "events.jsonl").open("a") as stream:
             stream.write(json.dumps({"time": time.time(), "state": state}) + "\n")
@@ -317,12 +320,12 @@ class Replica:
 
     @property
     def request_headers(self) -> dict[str, str]:
-        """Return what every request must carry."""
+        """Return the headers of every request."""
         key = os.environ.get(getattr(self.deployment.config, "api_key_env", None) or "")
         return {"authorization": f"Bearer {key}"} if key else {}
 
 
-def _keeping(command: Command) -> Command:
-    """Let what an engine compiles outlive it, so that it starts sooner the next time."""
-    kept = os.environ.get(_COMPILED) or str(installations.cache_root() / "compiled")
-    return command.model_copy(update={"env": {_COMPILED: kept} | command.env})
+def _with_compile_cache(command: Command) -> Command:
+    """Set a persistent cache for compiled kernels, so that the next start is faster."""
+    folder = os.environ.get(_COMPILE_CACHE_ENV) or str(installations.cache_root() / "compiled")
+    return command.model_copy(update={"env": {_COMPILE_CACHE_ENV: folder} | command.env})

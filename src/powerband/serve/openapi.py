@@ -1,4 +1,4 @@
-"""What the fleet answers, as an OpenAPI document: as far as the picker itself reads a request, and no further."""
+"""The fleet's OpenAPI document. It describes only the request fields that the picker reads; engines accept more."""
 
 from __future__ import annotations
 
@@ -26,31 +26,42 @@ _ERROR = {
         }
     },
 }
-_REFUSALS = {
-    "400": "the body is not what was expected",
-    "401": "no such key",
-    "403": "the tenant may not ask for this model",
-    "404": "there is no such model",
-    "405": "another method is expected",
-    "408": "the request came too slowly",
-    "413": "the body is larger than 8 MiB",
-    "429": "it cannot be answered in time, or the tenant asked too much; Retry-After says when to come back",
+_ERRORS = {
+    "400": "the request body is invalid",
+    "401": "the API key is missing or unknown",
+    "403": "the tenant may not use this model",
+    "404": "there is no such model or path",
+    "405": "the path does not accept this method",
+    "408": "the client sent the request too slowly",
+    "413": "the request body is larger than 8 MiB",
+    "429": "no capacity before the deadline, or the tenant exceeded a limit; Retry-After tells when to retry",
 }
 
 
 def document(*, version: str) -> dict[str, Any]:
-    """Return it."""
-    asked = {"parameters": [_header("x-powerband-priority", "high, normal or low"), _PATIENCE]}
+    """Return the OpenAPI document."""
+    parameters = {"parameters": [_header("x-powerband-priority", "high, normal or low"), _QUEUE_TIMEOUT]}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Powerband fleet", "version": version},
         "security": [{"key": []}, {}],
         "paths": {
-            "/v1/chat/completions": {"post": asked | _writes("messages", {"type": "array", "items": _MESSAGE})},
-            "/v1/completions": {"post": asked | _writes("prompt", {"type": ["string", "array"]})},
-            "/v1/models": {"get": {"responses": {"200": _json("the models"), "401": _refusal("401")}}},
-            "/health": {"get": {"responses": {"200": _json("all is well"), "503": _text("not every model answers")}}},
-            "/metrics": {"get": {"responses": {"200": _text("in Prometheus' format")}}},
+            "/v1/chat/completions": {
+                "post": parameters | _completion("messages", {"type": "array", "items": _MESSAGE})
+            },
+            "/v1/completions": {"post": parameters | _completion("prompt", {"type": ["string", "array"]})},
+            "/v1/models": {
+                "get": {"responses": {"200": _json("the models that the key may use"), "401": _error("401")}}
+            },
+            "/health": {
+                "get": {
+                    "responses": {
+                        "200": _json("every model has a ready replica"),
+                        "503": _text("a model has no ready replica"),
+                    }
+                }
+            },
+            "/metrics": {"get": {"responses": {"200": _text("metrics in Prometheus' text format")}}},
         },
         "components": {
             "schemas": {"Error": _ERROR},
@@ -59,34 +70,35 @@ def document(*, version: str) -> dict[str, Any]:
     }
 
 
-def _writes(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+def _completion(name: str, schema: dict[str, Any]) -> dict[str, Any]:
     body = {"type": "object", "required": ["model", name], "properties": {**_COMMON, name: {**schema, "minItems": 1}}}
     answer = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "string"}}}
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
         "responses": {
-            "200": {"description": "as the engine answers", "content": answer},
-            **{status: _refusal(status) for status in _REFUSALS},
+            "200": {"description": "the engine's response", "content": answer},
+            **{status: _error(status) for status in _ERRORS},
         },
     }
 
 
-def _refusal(status: str) -> dict[str, Any]:
-    found = _json(_REFUSALS[status])
+def _error(status: str) -> dict[str, Any]:
+    found = _json(_ERRORS[status])
     found["content"]["application/json"]["schema"] = {"$ref": "#/components/schemas/Error"}
     return found
 
 
-def _json(said: str) -> dict[str, Any]:
-    return {"description": said, "content": {"application/json": {"schema": {"type": "object"}}}}
+def _json(description: str) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": {"type": "object"}}}}
 
 
-def _text(said: str) -> dict[str, Any]:
-    return {"description": said, "content": {"text/plain": {"schema": {"type": "string"}}}}
+def _text(description: str) -> dict[str, Any]:
+    return {"description": description, "content": {"text/plain": {"schema": {"type": "string"}}}}
 
 
-def _header(name: str, said: str) -> dict[str, Any]:
-    return {"name": name, "in": "header", "required": False, "description": said, "schema": {"type": "string"}}
+def _header(name: str, description: str) -> dict[str, Any]:
+    schema = {"type": "string"}
+    return {"name": name, "in": "header", "required": False, "description": description, "schema": schema}
 
 
-_PATIENCE = _header("x-powerband-patience-s", "how long it may wait for its first token, in seconds")
+_QUEUE_TIMEOUT = _header("x-powerband-patience-s", "maximum time in the queue, in seconds")

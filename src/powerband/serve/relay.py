@@ -1,4 +1,7 @@
-"""The relay: `python -m powerband.serve.relay HOST PORT ENGINE_PORT` stands before one engine until it is killed."""
+"""The relay in front of one engine: `python -m powerband.serve.relay HOST PORT ENGINE_PORT` runs until killed.
+
+It turns an engine crash into a reset that Envoy retries, or into a final error event of the stream: see _relay.c.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from powerband.core.engine import Command
 
 
 def compiled() -> bool:
-    """Tell whether there is one; without it a dying replica's streams end with a closed connection."""
+    """Tell whether the C extension is installed; without it a crash closes the stream with no error event."""
     return importlib.util.find_spec("powerband.serve._relay") is not None
 
 
 def command(host: str, port: int, engine_port: int) -> Command:
-    """Return what to run."""
+    """Return the command that starts a relay."""
     return Command(argv=(sys.executable, "-m", "powerband.serve.relay", host, str(port), str(engine_port)))
 
 

@@ -1,4 +1,4 @@
-"""What `serve` was asked for, resolved: written once, read by the supervisor whenever it starts."""
+"""The resolved spec of a fleet (its desired state): the supervisor and the picker read it when they start."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from powerband.serve.control.autoscaler import ScalingPolicy
 from powerband.serve.router.pool import RequestProfile
 from powerband.store import documents, runs
 
-_NAME = "order.json"
-_PATIENCE_S = 30.0  # where no SLO says how long one may wait
-_OF_THE_SLO = 0.5  # of its TTFT may be spent in the queue
+_FILE = "spec.json"
+_QUEUE_TIMEOUT_S = 30.0  # if no SLO limits TTFT
+_QUEUE_SHARE_OF_TTFT = 0.5  # the part of the TTFT limit that a request may spend in the queue
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One model of the fleet."""
+    """One model of the fleet: its deployment, capacity and routing."""
 
     name: str
-    data: dict[str, Any]  # the deployment
+    data: dict[str, Any]  # the deployment document
     recipe: str
     replicas: int
     in_flight: int
     queue_timeout_s: float
-    prompt_tokens: float = 200.0  # of a usual request
-    output_tokens: float = 100.0
-    rate_per_s: float | None = None
+    prompt_tokens: float = 200.0  # of a typical request
+    output_tokens: float = 100.0  # of a typical request
+    rate_per_s: float | None = None  # of one replica, within the SLO
     usd_per_h: float = 0.0  # of one replica
     usd_per_1m_tokens: float = 0.0
     aliases: tuple[str, ...] = ()
@@ -44,117 +44,128 @@ class ModelSpec:
     routing: Routing = "prefix"
     fallback: str = ""
     max_replicas: int | None = None
-    warm: int = 0  # replicas that are started and asked nothing
+    warm: int = 0  # standby replicas: started, without traffic
     start_s: float = 10.0
-    ttft_s: float | None = None  # that is promised
+    ttft_s: float | None = None  # the SLO's limit
     weights_bytes: int | None = None
     kv_bytes: int | None = None
-    path: str = ""  # of the recipe
+    path: str = ""  # of the recipe file
 
     @property
-    def usual(self) -> RequestProfile:
-        """Return a usual request."""
+    def typical_request(self) -> RequestProfile:
+        """Return the profile of a typical request."""
         return RequestProfile(self.prompt_tokens, self.output_tokens)
 
     @property
     def scales(self) -> bool:
-        """Tell whether the number of replicas follows the traffic."""
+        """Tell whether the model autoscales."""
         return self.max_replicas is not None
 
-    def policy(self) -> ScalingPolicy:
-        """Return how it scales."""
+    def scaling_policy(self) -> ScalingPolicy:
+        """Return the autoscaling policy; only for a model that scales."""
         assert self.max_replicas is not None
-        rate = self.rate_per_s or self.in_flight / 2
-        return ScalingPolicy(rate, self.in_flight, self.start_s, least=self.replicas, most=self.max_replicas)
+        rate_per_s = self.rate_per_s or self.in_flight / 2
+        return ScalingPolicy(
+            rate_per_s, self.in_flight, self.start_s, min_replicas=self.replicas, max_replicas=self.max_replicas
+        )
 
     @classmethod
-    def of(cls, data: dict[str, Any]) -> ModelSpec:
-        """Read it back from plain data."""
+    def from_data(cls, data: dict[str, Any]) -> ModelSpec:
+        """Build a spec from its JSON data."""
         return cls(**{**data, "aliases": tuple(data["aliases"]), "adapters": tuple(data["adapters"])})
 
     def deployment(self) -> Deployment[Any]:
-        """Return the deployment that each replica is, under the fleet's name for it."""
+        """Return the deployment of each replica, named as the fleet names the model."""
         return engines.deployment_of({**self.data, "name": self.name})
 
 
 @dataclass(frozen=True)
 class FleetSpec:
-    """A whole fleet."""
+    """All models of a fleet, and the settings that they share."""
 
-    parts: dict[str, ModelSpec]
+    models: dict[str, ModelSpec]
     host: str
     port: int
     admin_port: int
-    tenants: str = ""
-    threads: int = 1  # of Envoy
-    cluster: str = ""  # of Ray, whose nodes hold the replicas; none: this machine does
-    capture: bool = False  # note what the traffic looks like
-    capture_text: bool = False  # and what was asked, with addresses, numbers and keys blotted out
+    tenants: str = ""  # path of tenants.yaml
+    threads: int = 1  # Envoy's worker threads
+    cluster: str = ""  # address of the Ray cluster that runs the replicas; empty: this machine
+    capture: bool = False  # record lengths, times and block ids of requests
+    capture_text: bool = False  # also record prompts, with addresses, numbers and keys redacted
 
     def write(self, folder: Path) -> None:
-        """Keep it where the supervisor finds it."""
-        runs.write_atomic(folder / _NAME, json.dumps(dataclasses.asdict(self)))
+        """Write the spec into the fleet's folder."""
+        runs.write_atomic(folder / _FILE, json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def read(cls, folder: Path) -> FleetSpec:
-        """Read it back from a fleet's folder."""
+        """Read the spec from a fleet's folder."""
         try:
-            data = json.loads((folder / _NAME).read_text())
+            data = json.loads((folder / _FILE).read_text())
         except OSError:
-            raise InputError(f"{folder} is no fleet's", hint="give the folder that 'powerband serve' named") from None
-        parts = {name: ModelSpec.of(one) for name, one in data.pop("parts").items()}
-        return cls(parts=parts, **data)
-
-    def part(self, wanted: str | None) -> ModelSpec:
-        """Return the model that is meant: the one with that name, or the only one."""
-        if wanted is None and len(self.parts) == 1:
-            return next(iter(self.parts.values()))
-        if wanted not in self.parts:
             raise InputError(
-                "the fleet serves several models" if wanted is None else f"the fleet serves no {wanted}",
-                hint=f"name one with --model: {', '.join(self.parts)}",
-            )
-        return self.parts[wanted]
+                f"{folder} is not a fleet's folder: it has no {_FILE}",
+                hint="give the folder that 'powerband serve' printed",
+            ) from None
+        models = {name: ModelSpec.from_data(one) for name, one in data.pop("models").items()}
+        return cls(models=models, **data)
 
-    def with_part(self, part: ModelSpec) -> FleetSpec:
-        """Return the order with another recipe for one model."""
-        return dataclasses.replace(self, parts={**self.parts, part.name: part})
+    def model(self, name: str | None) -> ModelSpec:
+        """Return the model with this name; None selects the only model of the fleet."""
+        if name is None and len(self.models) == 1:
+            return next(iter(self.models.values()))
+        if name not in self.models:
+            raise InputError(
+                f"the fleet serves {len(self.models)} models" if name is None else f"the fleet serves no model {name}",
+                hint=f"choose one with --model: {', '.join(self.models)}",
+            )
+        return self.models[name]
+
+    def with_model(self, model: ModelSpec) -> FleetSpec:
+        """Return a copy in which this spec replaces the model of the same name."""
+        return dataclasses.replace(self, models={**self.models, model.name: model})
 
 
 def resolve(path: Path, *, replicas: int | None = None) -> tuple[dict[str, ModelSpec], str]:
-    """Return the parts of a fleet's file, or of a single recipe or deployment; and the path of its tenants."""
+    """Return the models of a fleet file, or of a single recipe or deployment, and the path of the tenants file."""
     document = documents.read(str(path))
     if isinstance(document, Fleet):
         if document.tenants:
-            documents.of(Tenants, path.parent / document.tenants)  # refuse a bad file before anything starts
+            documents.read_as(Tenants, path.parent / document.tenants)  # report an invalid file before anything starts
         tenants = str((path.parent / document.tenants).resolve()) if document.tenants else ""
-        parts = {name: _part(name, one, path.parent / one.recipe) for name, one in document.models.items()}
-        return parts, tenants
+        models = {name: _model(name, one, path.parent / one.recipe) for name, one in document.models.items()}
+        return models, tenants
     served = Served(recipe=str(path), replicas=replicas or 1)
-    part = _part("", served, path)
-    return {part.name: part}, ""
+    model = _model("", served, path)
+    return {model.name: model}, ""
 
 
-def _part(name: str, served: Served, path: Path) -> ModelSpec:
+def _model(name: str, served: Served, path: Path) -> ModelSpec:
     document = documents.read(str(path))
     if isinstance(document, Recipe):
-        deployment, proven = engines.deployment_of(document.deployment), _proven(document)
+        deployment, measured = engines.deployment_of(document.deployment), _measured_fields(document)
     elif isinstance(document, Deployment):
-        deployment, proven = document, {}
+        deployment, measured = document, {}
     else:
-        raise InputError(f"{path} is a {document.kind}", hint="give a recipe, a deployment or a fleet")
+        raise InputError(
+            f"{path} is a {document.kind} and cannot be served", hint="give a recipe, a deployment or a fleet"
+        )
     prepared = local.prepare(deployment)
     if prepared.engine.attaches:
-        raise InputError(f"{path} is a server that somebody else runs", hint="serve a deployment of vllm or llamacpp")
-    at_once = prepared.engine.at_once(prepared.deployment, model=prepared.model, host=prepared.host)
-    in_flight, queue_timeout_s = proven.pop("in_flight", None) or at_once, proven.pop("queue_timeout_s", _PATIENCE_S)
+        raise InputError(
+            f"{path} attaches to a server that is already running; 'powerband serve' starts its own replicas",
+            hint="give a deployment of vllm or llamacpp",
+        )
+    max_concurrency = prepared.engine.max_concurrency(prepared.deployment, model=prepared.model, host=prepared.host)
+    in_flight = measured.pop("in_flight", None) or max_concurrency
+    queue_timeout_s = measured.pop("queue_timeout_s", _QUEUE_TIMEOUT_S)
     return ModelSpec(
         name=name or prepared.deployment.served_name,
         data=prepared.deployment.to_data(),
         recipe=document.name or path.stem,
         path=str(path.resolve()),
         replicas=served.replicas,
-        in_flight=served.in_flight or min(at_once, in_flight),
+        in_flight=served.in_flight or min(max_concurrency, in_flight),
         queue_timeout_s=served.queue_timeout_s or queue_timeout_s,
         aliases=served.aliases,
         adapters=served.adapters,
@@ -164,22 +175,22 @@ def _part(name: str, served: Served, path: Path) -> ModelSpec:
         warm=served.warm,
         weights_bytes=prepared.footprint.weights_bytes,
         kv_bytes=prepared.footprint.kv_bytes,
-        **proven,
+        **measured,
     )
 
 
-def _proven(recipe: Recipe) -> dict[str, Any]:
-    """Return what a recipe's evidence says about how to serve it."""
-    waits = [limit for metric, _, limit in recipe.promise.slo.bounds() if metric == "ttft"]
+def _measured_fields(recipe: Recipe) -> dict[str, Any]:
+    """Return the ModelSpec fields that follow from a recipe's SLO and measurements."""
+    ttft_limits_s = [limit for metric, _, limit in recipe.promise.slo.bounds() if metric == "ttft"]
     found: dict[str, Any] = {
         "rate_per_s": recipe.promise.rate_per_s,
         "usd_per_h": recipe.usd_per_h,
         "usd_per_1m_tokens": recipe.usd_per_1m_tokens,
         "in_flight": recipe.promise.in_flight,
-        "queue_timeout_s": _OF_THE_SLO * min(waits) if waits else _PATIENCE_S,
-        "ttft_s": min(waits, default=None),
+        "queue_timeout_s": _QUEUE_SHARE_OF_TTFT * min(ttft_limits_s) if ttft_limits_s else _QUEUE_TIMEOUT_S,
+        "ttft_s": min(ttft_limits_s, default=None),
     }
     for name in ("prompt_tokens", "output_tokens"):
-        if (seen := recipe.validity.get(name)) is not None:
-            found[name] = math.sqrt(max(seen.low, 1.0) * max(seen.high, 1.0))
+        if (valid := recipe.validity.get(name)) is not None:
+            found[name] = math.sqrt(max(valid.low, 1.0) * max(valid.high, 1.0))
     return found

@@ -1,1 +1,1 @@
-"""Keeping: documents on disk, and a directory for every run."""
+"""Files on disk: documents, journals, request records and run directories."""

@@ -1,4 +1,4 @@
-"""Read and write documents; one place knows every kind."""
+"""Read documents of every kind, and return their JSON schemas."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from powerband.core.document import HEADER, Document, read_header
 from powerband.errors import DocumentError, InputError, did_you_mean
 
 D = TypeVar("D", bound=Document)
-# Where each kind is defined; a command loads only those that it reads.
-_PLAIN = {
+# The module and class of each kind; imported on demand, so that a command loads only the kinds it reads.
+_CLASSES = {
     "coefficients": ("coefficients", "Coefficients"),
     "device": ("device", "Device"),
     "evaluation": ("evaluation", "Evaluation"),
@@ -30,43 +30,44 @@ _PLAIN = {
     "variant": ("variant", "Lineage"),
     "workload": ("workload", "Workload"),
 }
-KINDS = tuple(sorted([*_PLAIN, Deployment.kind]))
+KINDS = tuple(sorted([*_CLASSES, Deployment.kind]))
 
 
-def _plain(kind: str) -> type[Document]:
-    module, name = _PLAIN[kind]
+def _class_of(kind: str) -> type[Document]:
+    module, name = _CLASSES[kind]
     found: type[Document] = getattr(importlib.import_module(f"powerband.core.{module}"), name)
     return found
 
 
 def read(path: str | Path) -> Document:
-    """Read a document of whatever kind its header says."""
+    """Read a document; its header gives the kind."""
     path = Path(path)
     try:
         text = path.read_text("utf-8")
     except FileNotFoundError:
-        raise InputError(f"there is no file {path}", hint="check the path") from None
+        raise InputError(f"file {path} not found", hint="check the path") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read: {error}", hint="a document is a text file") from None
     return parse(text, source=str(path))
 
 
-def of(kind: type[D], path: str | Path) -> D:
-    """Read a document that must be of one kind."""
+def read_as(kind: type[D], path: str | Path) -> D:
+    """Read a document; raise InputError if it is of another kind."""
     document = read(path)
     if not isinstance(document, kind):
         raise InputError(f"{path} is a {document.kind}, not a {kind.kind}", hint=f"give a {kind.kind}")
     return document
 
 
-def find(kind: str, given: str) -> Document:
-    """Read a file of that kind, or the catalogue's entry of that name."""
-    if not (given in catalog.names(kind) and not Path(given).exists()) and ("/" in given or "." in given):
-        document = read(given)
+def find(kind: str, name_or_path: str) -> Document:
+    """Read a file of a kind, or an entry of the catalogue."""
+    in_catalogue = name_or_path in catalog.names(kind) and not Path(name_or_path).exists()
+    if not in_catalogue and ("/" in name_or_path or "." in name_or_path):
+        document = read(name_or_path)
         if document.kind != kind:
-            raise InputError(f"{given} is a {document.kind}, not a {kind}", hint=f"give a {kind}")
+            raise InputError(f"{name_or_path} is a {document.kind}, not a {kind}", hint=f"give a {kind}")
         return document
-    return parse(catalog.text(kind, given), source=given)
+    return parse(catalog.text(kind, name_or_path), source=name_or_path)
 
 
 def parse(text: str, *, source: str) -> Document:
@@ -75,19 +76,19 @@ def parse(text: str, *, source: str) -> Document:
     model = document_type(kind, data, source=source)
     if number != model.schema_number:
         raise DocumentError(
-            f"{source}: {kind}/{number} is not a schema that this version reads",
-            hint=f"it reads {model.header()}; update Powerband or the file",
+            f"{source}: schema {kind}/{number} is not supported by this version",
+            hint=f"this version reads {model.header()}; update Powerband or the file",
         )
     return model.validate_data(data, source=source, lines=lines)
 
 
 def document_type(kind: str, data: dict[str, Any], *, source: str) -> type[Document]:
-    """Return the class of a kind; a deployment's depends on its engine."""
-    if kind in _PLAIN:
-        return _plain(kind)
+    """Return the class of a kind; that of a deployment depends on its engine."""
+    if kind in _CLASSES:
+        return _class_of(kind)
     if kind != Deployment.kind:
         raise DocumentError(
-            f"{source}: there is no kind '{kind}'.{did_you_mean(kind, KINDS)}",
+            f"{source}: unknown kind '{kind}'.{did_you_mean(kind, KINDS)}",
             hint=f"kinds: {', '.join(KINDS)}",
         )
     engine = data.get("engine")
@@ -97,11 +98,11 @@ def document_type(kind: str, data: dict[str, Any], *, source: str) -> type[Docum
 
 
 def json_schema(kind: str) -> dict[str, Any]:
-    """Return the JSON Schema of a kind's files, for editors."""
-    if kind in _PLAIN:
-        return _with_header(_plain(kind))
+    """Return the JSON Schema of a kind, for editors."""
+    if kind in _CLASSES:
+        return _with_header(_class_of(kind))
     if kind != Deployment.kind:
-        raise InputError(f"there is no kind '{kind}'.{did_you_mean(kind, KINDS)}", hint=f"kinds: {', '.join(KINDS)}")
+        raise InputError(f"unknown kind '{kind}'.{did_you_mean(kind, KINDS)}", hint=f"kinds: {', '.join(KINDS)}")
     branches: list[dict[str, Any]] = []
     definitions: dict[str, Any] = {}
     for name in engines.names():

@@ -1,4 +1,4 @@
-"""A journal: notes that survive a kill."""
+"""A journal: JSON lines that survive a crash."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 
 
 class Journal:
-    """Lines of JSON that survive a kill: each is written whole, and forced to the disk, before it counts."""
+    """An append-only file of JSON lines; each is flushed to disk before `add` returns."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read(self) -> list[dict[str, Any]]:
-        """Return what was noted; a line that was being written when the process died is forgotten."""
+        """Return all entries; an incomplete last line, from a crash, is removed."""
         if not self.path.is_file():
             return []
         text = self.path.read_text()
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:
-            self.path.write_text(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        complete = text[: text.rfind("\n") + 1]
+        if complete != text:
+            self.path.write_text(complete)
+        return [json.loads(line) for line in complete.splitlines()]
 
-    def add(self, note: dict[str, Any]) -> None:
-        """Note something."""
+    def add(self, entry: dict[str, Any]) -> None:
+        """Append an entry."""
         with self.path.open("a") as stream:
-            stream.write(json.dumps(note, ensure_ascii=False) + "\n")
+            stream.write(json.dumps(entry, ensure_ascii=False) + "\n")
             stream.flush()
             os.fsync(stream.fileno())

@@ -1,4 +1,4 @@
-"""Keep request records as .npz: numpy opens them, and so do we, without numpy."""
+"""Read and write request records as .npz files, without numpy."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _MAGIC = b"\x93NUMPY\x01\x00"
 
 
 def write(path: Path, records: Records) -> None:
-    """Write every column as one array of the archive."""
+    """Write each column as one array of the archive."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for name, column in records.stored.items():
-            described = f"{{'descr': '<{_kind(column)}{column.itemsize}', 'fortran_order': False, "
-            described += f"'shape': ({len(column)},), }}"
-            padding = -(len(_MAGIC) + 2 + len(described) + 1) % 64
-            head = described.encode() + b" " * padding + b"\n"
+            header = f"{{'descr': '<{_kind(column)}{column.itemsize}', 'fortran_order': False, "
+            header += f"'shape': ({len(column)},), }}"
+            padding = -(len(_MAGIC) + 2 + len(header) + 1) % 64
+            padded = header.encode() + b" " * padding + b"\n"
             with archive.open(f"{name}.npy", "w", force_zip64=True) as stream:
-                stream.write(_MAGIC + len(head).to_bytes(2, "little") + head)
+                stream.write(_MAGIC + len(padded).to_bytes(2, "little") + padded)
                 stream.write(memoryview(column).cast("B"))
 
 
 def read(path: Path) -> Records:
-    """Read what `write` wrote."""
+    """Read records from a file of `write`."""
     records = Records()
     try:
         with zipfile.ZipFile(path) as archive:
@@ -45,7 +45,7 @@ def read(path: Path) -> Records:
                     records.columns[name] = column
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise InputError(
-            f"{path} holds no request records: {error}", hint="it is written by 'powerband bench'"
+            f"{path} contains no request records: {error}", hint="give a file that 'powerband bench' wrote"
         ) from None
     return records
 

@@ -1,4 +1,4 @@
-"""The run directory: one folder for everything that a run leaves."""
+"""Run directories: one for the files of each run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 
 def state_root() -> Path:
-    """Return where runs are kept: $POWERBAND_STATE, or powerband under the user's state folder."""
-    if given := os.environ.get("POWERBAND_STATE"):
-        return Path(given)
+    """Return the state directory: $POWERBAND_STATE, or `powerband` in the user's state directory."""
+    if path := os.environ.get("POWERBAND_STATE"):
+        return Path(path)
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "powerband"
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a file that is read again later; a half-written one never stands there."""
+    """Write a file atomically: a reader sees the old or the new content, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)
@@ -25,7 +25,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def new_run(label: str, *, root: Path | None = None) -> Path:
-    """Make a new, empty directory named for the time and the label; never one that exists."""
+    """Create a new directory, named after the time and the label."""
     root = root or state_root() / "runs"
     name = time.strftime("%Y%m%d-%H%M%S-") + re.sub(r"[^A-Za-z0-9._-]+", "-", label)[:60]
     for number in itertools.count():

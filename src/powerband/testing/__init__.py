@@ -1,1 +1,1 @@
-"""Shipped for tests of Powerband and of adapters to it: a golden server and contract suites."""
+"""Test support for Powerband and for external adapters: the golden server and the adapter contract."""

@@ -1,4 +1,4 @@
-"""What every engine adapter must do; call `check_engine` from a test of your own adapter."""
+"""The contract of engine adapters; call `check_engine` in a test of your adapter."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ MODEL = Model(
 
 
 def check_engine(engine: Engine[Any]) -> None:
-    """Raise AssertionError where the adapter breaks the contract."""
+    """Raise AssertionError if the adapter violates the contract."""
     _identity(engine)
     _config(engine)
     if not engine.attaches:
         _command(engine)
     _footprint(engine)
-    _words(engine)
+    _log_patterns(engine)
     _gauges(engine)
     if not engine.attaches:
         for host in (HOST, GPU_HOST):
@@ -66,24 +66,24 @@ def _installation(engine: Engine[Any]) -> Installation:
 
 
 def _identity(engine: Engine[Any]) -> None:
-    assert type(engine).__module__.rpartition(".")[2] == engine.name, "the file name is the registry"
-    assert engine.formats, "it must be able to load something"
+    assert type(engine).__module__.rpartition(".")[2] == engine.name, "the module must have the engine's name"
+    assert engine.formats, "it must load at least one weight format"
 
 
 def _config(engine: Engine[Any]) -> None:
     assert issubclass(engine.config_type, EngineConfig)
-    engine.config_type()  # every knob has a default: the engine's own
+    engine.config_type()  # every knob is optional
     spelled = [knobs.spelling(field, knob) for field, knob in knobs.knobs(engine.config_type)]
-    assert len(spelled) == len(set(spelled)), "two knobs are spelled alike"
-    assert knobs.arguments(engine.config_type()) == (), "an untouched config must say nothing"
+    assert len(spelled) == len(set(spelled)), "two knobs have the same flag"
+    assert knobs.arguments(engine.config_type()) == (), "an empty config must emit no flags"
 
 
 def _command(engine: Engine[Any]) -> None:
     deployment, installation = _deployment(engine, extra_args=["--last"]), _installation(engine)
     command = engine.command(deployment, installation=installation, port=12345)
-    assert command == engine.command(deployment, installation=installation, port=12345), "it must be pure"
+    assert command == engine.command(deployment, installation=installation, port=12345), "command() must be pure"
     assert command.argv[0] == "/bin/engine"
-    assert command.argv[-1] == "--last", "extra_args stand last, so that they win"
+    assert command.argv[-1] == "--last", "extra_args must come last, so that they override"
     assert "12345" in command.argv and "127.0.0.1" in command.argv
     assert engine.base_url(deployment, port=12345) == "http://127.0.0.1:12345"
 
@@ -94,31 +94,33 @@ def _footprint(engine: Engine[Any]) -> None:
     assert footprint.start_bytes() >= 0
 
 
-def _words(engine: Engine[Any]) -> None:
+def _log_patterns(engine: Engine[Any]) -> None:
     table = rules.facts(engine.name)
     for signature in table.failures:
         re.compile(signature.pattern)
-        groups = set(re.findall(r"\{(\w+)\}", signature.says + signature.hint))
+        groups = set(re.findall(r"\{(\w+)\}", signature.message + signature.hint))
         assert groups <= set(re.compile(signature.pattern).groupindex), signature.pattern
-        assert signature.hint and not signature.says.endswith("."), signature.says
+        assert signature.hint and not signature.message.endswith("."), signature.message
     for phase in engine.phases():
         re.compile(phase.pattern)
-    assert engine.diagnose("") is None, "an empty log says nothing"
+    assert engine.diagnose("") is None, "an empty log shows no failure"
     assert engine.diagnose("INFO: everything is fine\n") is None
 
 
 def _space(engine: Engine[Any], host: Host) -> None:
     space = engine.space(model=MODEL, host=host, context=2048)
-    assert len({one.name for one in space.levers}) == len(space.levers), "two levers have one name"
-    engine.config_type.model_validate(space.always | space.sooner)
+    assert len({one.name for one in space.levers}) == len(space.levers), "two levers have the same name"
+    engine.config_type.model_validate(space.always | space.fast_start)
     for lever in space.levers:
-        assert len(lever.settings) > 1, f"{lever.name} has nothing to turn"
-        assert next(iter(lever.settings.values())) == {}, f"{lever.name}: the first setting is the engine's own"
+        assert len(lever.settings) > 1, f"{lever.name} must have at least two settings"
+        assert next(iter(lever.settings.values())) == {}, (
+            f"{lever.name}: the first setting must be the engine's default"
+        )
         for knobs_set in lever.settings.values():
             engine.config_type.model_validate(space.always | knobs_set)
 
 
 def _gauges(engine: Engine[Any]) -> None:
-    assert engine.gauges({}) == Gauges(), "pages that were not read say nothing"
-    assert set(Gauges.model_fields) == set(GAUGES), "every gauge has a meaning"
+    assert engine.gauges({}) == Gauges(), "without pages all gauges must be None"
+    assert set(Gauges.model_fields) == set(GAUGES), "every gauge must be described in GAUGES"
     assert set(rules.facts(engine.name).gauges) <= set(GAUGES)

@@ -1,7 +1,7 @@
-"""The golden server: an OpenAI server with no model, whose every latency is known beforehand.
+"""The golden server: an OpenAI server without a model, with exactly known latencies.
 
-Token i of an answer leaves at `start + ttft + i * itl`, on an absolute schedule, where `start` is the moment at
-which the request got one of the places. An answer has exactly `max_tokens` tokens, each a word with a space.
+Token i of an answer is sent at `start + ttft + i * itl`, on an absolute schedule, where `start` is the time at which
+the request got a slot. An answer has exactly `max_tokens` tokens, each a word with a space.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ WORDS = ("the", "engine", "works", "best", "in", "its", "power", "band")
 
 
 class Golden:
-    """Answer with known pacing, count what was done, break where told."""
+    """Answers requests on schedule, counts requests and tokens, and injects the configured fault."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.places = asyncio.Semaphore(options.max_num_seqs)
+        self.slots = asyncio.Semaphore(options.max_num_seqs)
         self.running = self.waiting = self.prompt_tokens = self.output_tokens = self.refused = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -56,14 +56,14 @@ class Golden:
             await _send(writer, 200, self.exposition(), content_type="text/plain; version=0.0.4")
         elif method == "POST" and path in ("/v1/completions", "/v1/chat/completions"):
             if self.options.fault == "dies_on_first_request":
-                print("golden server: dying as told", flush=True)
+                print("golden server: exiting because of fault dies_on_first_request", flush=True)
                 os._exit(1)
             await self.generate(path, body, writer)
         else:
             await _send(writer, 404, {"error": {"message": f"no such path {path}"}})
 
     async def generate(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        """Take a place, then send every token at its time."""
+        """Wait for a slot, then send every token at its scheduled time."""
         bound = self.options.max_num_queued_reqs
         if bound is not None and self.running + self.waiting >= bound:
             self.refused += 1
@@ -74,15 +74,15 @@ class Golden:
         prompt, count = max(1, len(text.split())), int(body.get("max_tokens") or 16)
         self.waiting += 1
         try:
-            await self.places.acquire()
+            await self.slots.acquire()
         finally:
             self.waiting -= 1
         self.running += 1
         try:
             self.prompt_tokens += prompt
             due = time.monotonic() + self.options.ttft_s
-            said = WORDS[::-1] if self.options.fault == "answers_wrongly" else WORDS
-            words = [said[i % len(said)] + " " for i in range(count)]
+            vocabulary = WORDS[::-1] if self.options.fault == "answers_wrongly" else WORDS
+            words = [vocabulary[i % len(vocabulary)] + " " for i in range(count)]
             usage = {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
             if body.get("stream"):
                 await self.stream(writer, words, due, chat=chat, usage=usage, options=body.get("stream_options"))
@@ -96,7 +96,7 @@ class Golden:
                 await _send(writer, 200, {"model": self.options.model, "choices": [choice], "usage": usage})
         finally:
             self.running -= 1
-            self.places.release()
+            self.slots.release()
 
     async def stream(
         self,
@@ -108,7 +108,7 @@ class Golden:
         usage: Any,
         options: Any,
     ) -> None:
-        """Send one server-sent event a token, each at its own time."""
+        """Send one server-sent event per token, each at its scheduled time."""
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         for number, word in enumerate(words):
             await asyncio.sleep(due + number * self.options.itl_s - time.monotonic())
@@ -127,7 +127,7 @@ class Golden:
         await writer.drain()
 
     def exposition(self) -> str:
-        """Return the counters in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         values = {
             "requests_running": self.running,
             "requests_waiting": self.waiting,
@@ -179,7 +179,7 @@ async def _main(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Parse the options and serve."""
+    """Parse the options and run the server."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)

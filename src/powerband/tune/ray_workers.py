@@ -1,6 +1,6 @@
-"""Trials on other machines: one Ray actor on every node, each of which tries settings as this machine would.
+"""Run trials on a Ray cluster: one actor on each node, which runs trials as this machine would.
 
-The nodes must be alike, and hold Powerband, the engines and the model at the same paths as this one.
+The nodes need the same hardware, and Powerband, the engines and the model at the same paths as this machine.
 """
 
 from __future__ import annotations
@@ -15,63 +15,63 @@ from powerband.core.study import Settings, Trial
 from powerband.errors import InputError
 from powerband.runtime import ray_cluster
 from powerband.tune.search_space import SearchSpace
-from powerband.tune.spec import TuneSpec, runner_of
-from powerband.tune.trial_runner import Attempt, TrialRunner
+from powerband.tune.spec import TuneSpec, make_runner
+from powerband.tune.trial_runner import RunTrial, TrialRunner
 
 
 class TrialWorker:
-    """The actor."""
+    """The Ray actor that runs trials on its node."""
 
-    def __init__(self, order: TuneSpec, folder: Path, levers: SearchSpace) -> None:
+    def __init__(self, spec: TuneSpec, folder: Path, space: SearchSpace) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._rig = runner_of(order, folder)
-        self._rig.levers = levers  # as the study left them when it had measured drafts
+        self._runner = make_runner(spec, folder)
+        self._runner.space = space  # reduced by the driver's speculation results
 
-    async def attempt(
+    async def run_trial(
         self, number: int, settings: Settings, expected: Interval | None, best: Trial | None
     ) -> tuple[Trial, str]:
-        """Try settings here; return what became of it, and what was measured."""
-        trial = await self._rig.attempt(number, settings, expected=expected, best=best)
-        self._rig.remember(trial)
-        path = self._rig.folder / trial.evidence / "measurement.json"
+        """Run one trial on this node; return it and the text of its measurement."""
+        trial = await self._runner.run_trial(number, settings, expected=expected, best=best)
+        self._runner.remember_quality(trial)
+        path = self._runner.folder / trial.evidence / "measurement.json"
         return trial, path.read_text() if path.exists() else ""
 
 
 @contextlib.contextmanager
-def workers(order: TuneSpec, rig: TrialRunner) -> Iterator[list[Attempt]]:
-    """Yield one way to try settings for each node of the cluster."""
-    ray = ray_cluster.connect(order.cluster)
-    near = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+def workers(spec: TuneSpec, runner: TrialRunner) -> Iterator[list[RunTrial]]:
+    """Yield one function that runs a trial for each node of the cluster."""
+    ray = ray_cluster.connect(spec.cluster)
+    pin = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     nodes = [one["NodeID"] for one in ray.nodes() if one["Alive"] and one["Resources"].get("CPU")]
     if not nodes:
-        raise InputError("the cluster has no node with a CPU", hint="look at 'ray status'")
-    kind = ray.remote(TrialWorker)
+        raise InputError(f"the Ray cluster {spec.cluster} has no node with a CPU", hint="run 'ray status'")
+    actor_type = ray.remote(TrialWorker)
     actors = [
-        kind.options(num_cpus=1, scheduling_strategy=near(node, soft=False)).remote(
-            order, rig.folder.resolve(), rig.levers
+        actor_type.options(num_cpus=1, scheduling_strategy=pin(node, soft=False)).remote(
+            spec, runner.folder.resolve(), runner.space
         )
         for node in nodes
     ]
     try:
-        yield [_attempt(ray, actor, rig.folder) for actor in actors]
+        yield [_run_on(ray, actor, runner.folder) for actor in actors]
     finally:
         for actor in actors:
             ray.kill(actor)
 
 
-def _attempt(ray: Any, actor: Any, folder: Path) -> Attempt:
-    async def attempt(
+def _run_on(ray: Any, actor: Any, folder: Path) -> RunTrial:
+    async def run_trial(
         number: int, settings: Settings, *, expected: Interval | None, best: Trial | None
     ) -> Trial | None:
         try:
-            trial, measured = await actor.attempt.remote(number, settings, expected, best)
+            trial, measurement = await actor.run_trial.remote(number, settings, expected, best)
         except ray.exceptions.RayError:  # the node is gone
             return None
-        if measured:
+        if measurement:
             path = folder / trial.evidence / "measurement.json"
             path.parent.mkdir(exist_ok=True)
-            path.write_text(measured)
+            path.write_text(measurement)
         found: Trial = trial
         return found
 
-    return attempt
+    return run_trial

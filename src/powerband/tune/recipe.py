@@ -1,38 +1,47 @@
-"""Write the recipe: everything pinned, the promise, where it was proven, and the evidence by its hash."""
+"""Build the recipe: the pinned deployment, its validated rate and traffic, and the hashes of the evidence."""
 
 from __future__ import annotations
 
 import hashlib
 import statistics
 import time
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import powerband
+from powerband.core.measurement import Level
 from powerband.core.recipe import BaselineComparison, Promised, Range, Recipe
 from powerband.core.statistics import quantile
 from powerband.core.study import Settings, Study
 from powerband.core.workload import Workload
 from powerband.launchers import local
+from powerband.launchers.local import Prepared
 from powerband.load import prompts, tokens
 from powerband.load.prompts import Traffic
 from powerband.runtime import model_files
 from powerband.tune.search_space import WEIGHTS
 from powerband.tune.trial_runner import TrialRunner
 
-if TYPE_CHECKING:
-    from powerband.tune.validation import Proof
-
-_PORT = 8000  # of the command that is shown
-_DRAWN = 400  # requests that tell what the traffic was like
-_EVIDENCE = ("study.json", "trials.jsonl", "drafts.jsonl", "finals.jsonl", "levers.jsonl")
+_PORT = 8000  # in the command that the recipe shows
+_SAMPLED_REQUESTS = 400  # that describe the traffic
+_EVIDENCE = ("study.json", "trials.jsonl", "speculation.jsonl", "validation.jsonl", "ablation.jsonl")
 
 
-def written(
-    rig: TrialRunner,
+@dataclass(frozen=True)
+class ConfirmedRate:
+    """A rate that met the SLO on held-out requests, and its measurement."""
+
+    prepared: Prepared
+    rate_per_s: float
+    level: Level
+    memory_bytes: int | None
+
+
+def build_recipe(
+    runner: TrialRunner,
     study: Study,
-    proof: Proof,
+    confirmed: ConfirmedRate,
     *,
     settings: Settings,
     summary: str,
@@ -40,14 +49,14 @@ def written(
     ablation: tuple[BaselineComparison, ...],
 ) -> Recipe:
     """Return the recipe."""
-    prepared, rate, level = proof.prepared, proof.rate_per_s, proof.level
+    prepared, rate, level = confirmed.prepared, confirmed.rate_per_s, confirmed.level
     assert level.attainment is not None
     traffic = [
         prompts.prepare(
-            rig.workload.with_seed(seed).at_rate(rate),
-            _DRAWN,
-            vocabulary=tokens.vocabulary(rig.model.source),
-            base=rig.base,
+            runner.workload.with_seed(seed).at_rate(rate),
+            _SAMPLED_REQUESTS,
+            vocabulary=tokens.vocabulary(runner.model.source),
+            base=runner.base,
         )
         for seed in level.seeds
     ]
@@ -58,32 +67,32 @@ def written(
     return Recipe(
         name=study.name,
         summary=summary,
-        model=model_files.anywhere(rig.model.source),
-        model_digest=model_files.digest(rig.model.source),
+        model=model_files.absolute_source(runner.model.source),
+        model_digest=model_files.digest(runner.model.source),
         scheme=settings.get(WEIGHTS, ""),
         weights_digest=model_files.digest(prepared.deployment.variant.source),
         engine_version=prepared.installation.version,
         deployment=prepared.deployment.to_data(units=True),
-        reference=rig.known_reference(),
+        reference=runner.reference_data(),
         settings=settings,
         promise=Promised(
-            slo=rig.slo,
+            slo=runner.slo,
             rate_per_s=rate,
             attainment=level.attainment,
-            quality=rig.floor,
-            memory_bytes=proof.memory_bytes,
+            quality=runner.floor,
+            memory_bytes=confirmed.memory_bytes,
             in_flight=round(max(level.timeline.in_flight, default=0)) or None,
             prefix_hit_share=level.engine.get("prefix_hit_share"),
             spec_accepted_share=level.engine.get("spec_accepted_share"),
         ),
-        workload=_pinned(rig.workload, rig.base),
+        workload=_pinned(runner.workload, runner.base),
         validity=_validity(traffic, rate),
-        usd_per_h=rig.usd_per_h,
-        usd_per_1m_tokens=rig.usd_per_h / 3600 / rate / per_request * 1e6,
+        usd_per_h=runner.usd_per_h,
+        usd_per_1m_tokens=runner.usd_per_h / 3600 / rate / per_request * 1e6,
         baselines=baselines,
         ablation=ablation,
-        command=local.paste(command) if command else "",
-        evidence=_evidence(rig.folder),
+        command=local.shell_line(command) if command else "",
+        evidence=_evidence(runner.folder),
         provenance={
             "powerband": powerband.__version__,
             "proven_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -94,17 +103,17 @@ def written(
 
 
 def _pinned(workload: Workload, base: Path | None) -> Workload:
-    """Return the workload with paths that mean the same wherever the recipe lies."""
-    held = {name: one for name in ("dataset", "trace") if (one := getattr(workload, name))}
+    """Return the workload with absolute paths, so that the recipe can be moved."""
+    files = {name: one for name in ("dataset", "trace") if (one := getattr(workload, name))}
     paths = {
         name: one.model_copy(update={"path": str(((base or Path()) / one.path).resolve())})
-        for name, one in held.items()
+        for name, one in files.items()
     }
     return workload.model_copy(update=paths)
 
 
 def _validity(traffic: list[Traffic], rate: float) -> dict[str, Range]:
-    """Return between which values the traffic lay that it was proven with."""
+    """Return the range of each traffic property during validation."""
     prompt = sorted(tokens for one in traffic for tokens in one.prompt_tokens)
     output = sorted(tokens for one in traffic for tokens in one.output_tokens)
     shares = [one.prefix_share for one in traffic]
@@ -121,7 +130,7 @@ def _validity(traffic: list[Traffic], rate: float) -> dict[str, Range]:
 
 
 def _burstiness(due_s: list[float]) -> float:
-    """Return the coefficient of variation of the gaps between arrivals: 0 is even, 1 is Poisson."""
+    """Return the coefficient of variation of the gaps between arrivals: 0 is constant, 1 is Poisson."""
     gaps = [late - early for early, late in pairwise(due_s)]
     return statistics.pstdev(gaps) / max(statistics.fmean(gaps), 1e-9)
 

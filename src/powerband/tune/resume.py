@@ -1,4 +1,4 @@
-"""What a study asks: its trials answer one question, on one machine, by one version of each engine."""
+"""Resume a study only under the same conditions: one spec, one machine, one version of each engine."""
 
 from __future__ import annotations
 
@@ -12,21 +12,27 @@ from powerband.tune.search_space import SearchSpace
 from powerband.tune.spec import TuneSpec
 
 
-def note(order: TuneSpec, levers: SearchSpace, folder: Path) -> None:
-    """Note what is asked, or refuse to go on with trials that cannot be compared with what would follow."""
-    host, path = devices.this_host(), folder / "asked.json"
-    asked = {
-        "model": Path(order.model).name,
-        "workload": order.workload.digest(),
-        "SLO": order.slo.digest(),
-        "quality floor": order.floor.digest() if order.floor else "none",
-        "machine": {name: one for name, one in host.described().items() if name != "memory_bytes"},  # kernels differ
-        **{f"version of {name}": installations.find(name).version for name in levers.by_engine},
+def check_spec(spec: TuneSpec, space: SearchSpace, folder: Path) -> None:
+    """Write the conditions of the study to spec.json; reject a folder with trials under other conditions."""
+    host, path = devices.this_host(), folder / "spec.json"
+    current = {
+        "model": Path(spec.model).name,
+        "workload": spec.workload.digest(),
+        "SLO": spec.slo.digest(),
+        "quality floor": spec.floor.digest() if spec.floor else "none",
+        # without memory_bytes, which varies with the kernel
+        "machine": {name: one for name, one in host.described().items() if name != "memory_bytes"},
+        **{f"version of {name}": installations.find(name).version for name in space.by_engine},
     }
-    before = json.loads(path.read_text()) if path.exists() else {}
-    if other := [name for name, now in asked.items() if before.get(name, now) != now]:
+    if (folder / "asked.json").exists():
         raise InputError(
-            f"{folder} holds trials with another {' and another '.join(other)}",
-            hint="trials are compared only where all else is the same: give another --output to begin anew",
+            f"{folder} holds a study of an earlier version of Powerband, with other lever names",
+            hint="give another --output to start a new study",
         )
-    runs.write_atomic(path, json.dumps(before | asked, indent=1) + "\n")
+    before = json.loads(path.read_text()) if path.exists() else {}
+    if changed := [name for name, now in current.items() if before.get(name, now) != now]:
+        raise InputError(
+            f"{folder} holds trials with another {' and another '.join(changed)}",
+            hint="trials are comparable only under the same conditions: give another --output to start a new study",
+        )
+    runs.write_atomic(path, json.dumps(before | current, indent=1) + "\n")

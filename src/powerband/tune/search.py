@@ -1,9 +1,9 @@
-"""Which settings to try next: the engines as they come, what the plan puts first, then the best of Optuna's proposals.
+"""Choose the next settings to try: engine defaults, then the plan's first choice, then the best of Optuna's proposals.
 
-The best is what the plan expects, corrected by what was found: each setting of a lever has a factor of its own, learned
-from the trials that had it, and believed as far as they are many.
+Proposals are ranked by a score: the plan's prediction, corrected by one factor for each setting of a lever. A factor is
+fitted to the trials with that setting and shrunk towards 1 while they are few.
 
-The search has no memory of its own: it is a function of the trials so far, so a killed study goes on where it was.
+The search is stateless: the next settings are a function of the trials so far, so a killed study can resume.
 """
 
 from __future__ import annotations
@@ -16,143 +16,149 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from powerband.core.statistics import Interval
-from powerband.core.study import Settings, Trial
+from powerband.core.study import ENGINE, Settings, Trial
 from powerband.errors import InputError
-from powerband.tune.search_space import ENGINE, SearchSpace, key
+from powerband.tune.search_space import SearchSpace, key
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
-_SEEDS = 1  # of the plan's ranking, before anybody's advice
-_ASKS = 40  # for proposals
-_DOUBT = 1.0  # trials that a factor must outweigh
-_CURIOUS = 0.1  # how much more a setting may bring that was hardly tried, as a logarithm
-_FITS = 20  # rounds in which the factors are fitted to each other
-_FAILURES = 3  # after so many, and no success, a setting is held to be broken
+_PLANNED_TRIALS = 1  # chosen by the plan alone, after the defaults
+_PROPOSALS = 40  # asked of Optuna for each trial
+_SHRINKAGE = 1.0  # pseudo-trials that pull a factor towards 1
+_EXPLORATION = 0.1  # bonus for settings with few trials, in units of a log rate
+_FIT_ROUNDS = 20  # of the coordinate descent that fits the factors
+_MAX_FAILURES = 3  # a setting without success is excluded after this many
 
 Expected = Callable[[Settings], Interval | None]
+Pair = tuple[str, str, str]  # engine, lever, setting
 
 
 class Search:
-    """Advice, from what was expected and what was found."""
+    """Choose settings from the plan's predictions and the trials so far."""
 
-    def __init__(self, levers: SearchSpace, *, expected: Expected = lambda _: None, seed: int = 0) -> None:
-        self.levers, self.seed = levers, seed
-        self.everything = list(levers)
-        self.expected = {key(one): expected(one) for one in self.everything}
-        self.ranking = sorted(self.everything, key=lambda one: (-self._rate(one), len(levers.turned(one))))
+    def __init__(self, space: SearchSpace, *, expected: Expected = lambda _: None, seed: int = 0) -> None:
+        self.space, self.seed = space, seed
+        self.candidates = list(space)
+        self.expected = {key(one): expected(one) for one in self.candidates}
+        self.ranking = sorted(self.candidates, key=lambda one: (-self._rate(one), len(space.non_default(one))))
 
     def next(self, trials: Sequence[Trial]) -> Settings | None:
-        """Return settings that were not tried and may work; None where there are none."""
+        """Return untried settings that are not excluded; None if there are none."""
         tried = {key(one.settings) for one in trials}
-        broken = self._broken(trials)
+        excluded = self._excluded(trials)
 
-        def fresh(settings: Settings) -> bool:
-            return key(settings) not in tried and not broken.intersection(_pairs(settings))
+        def eligible(settings: Settings) -> bool:
+            return key(settings) not in tried and not excluded.intersection(_pairs(settings))
 
-        for engine in self.levers.by_engine:
-            if fresh(default := self.levers.defaults(engine)):
+        for engine in self.space.by_engine:
+            if eligible(default := self.space.defaults(engine)):
                 return default
         started = sum(one.outcome != "ruled out" for one in trials)
-        if started < len(self.levers.by_engine) + _SEEDS and (seed := self._seed(trials, fresh)):
-            return seed
-        able = list(filter(fresh, self._proposals(trials))) or list(filter(fresh, self.ranking))
-        return max(able, key=self._belief(trials), default=None)
+        if started < len(self.space.by_engine) + _PLANNED_TRIALS and (planned := self._planned(trials, eligible)):
+            return planned
+        able = list(filter(eligible, self._proposals(trials))) or list(filter(eligible, self.ranking))
+        return max(able, key=self._score(trials), default=None)
 
     def expectation(self, settings: Settings) -> Interval | None:
-        """Return what the plan expects of settings."""
+        """Return the max rate the plan predicts for settings."""
         return self.expected[key(settings)]
 
     def _rate(self, settings: Settings) -> float:
-        """Return the expected rate, as exactly as anybody can tell."""
+        """Return the predicted rate, rounded to the two digits that mean something."""
         found = self.expectation(settings)
         return float(f"{found.value:.2g}") if found else 0.0
 
-    def _seed(self, trials: Sequence[Trial], fresh: Callable[[Settings], bool]) -> Settings | None:
-        """Return what the plan expects most of, unlike what was tried: the plan cannot tell twins apart."""
+    def _planned(self, trials: Sequence[Trial], eligible: Callable[[Settings], bool]) -> Settings | None:
+        """Return the eligible settings with the highest predicted rate, skipping rates equal to those of past trials.
+
+        Equal predictions mean that the plan cannot tell the two apart.
+        """
         known = {self._rate(one.settings) for one in trials}
-        return next((one for one in self.ranking if self._rate(one) not in {*known, 0.0} and fresh(one)), None)
+        return next((one for one in self.ranking if self._rate(one) not in {*known, 0.0} and eligible(one)), None)
 
     def _proposals(self, trials: Sequence[Trial]) -> Iterator[Settings]:
-        """Ask Optuna, which is told what was found."""
+        """Yield proposals of Optuna's TPE sampler, given the trials so far."""
         optuna = _optuna()
-        with warnings.catch_warnings():  # that these two are experimental
+        with warnings.catch_warnings():  # multivariate and group are experimental
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             sampler = optuna.samplers.TPESampler(
                 multivariate=True, group=True, n_startup_trials=5, seed=self.seed * 10_007 + len(trials)
             )
         study = optuna.create_study(direction="maximize", sampler=sampler)
         for one in trials:
-            study.add_trial(self._told(one.settings, one.value))
-        for _ in range(_ASKS):
-            asked = study.ask()
-            engine = asked.suggest_categorical(ENGINE, list(self.levers.by_engine))
+            study.add_trial(self._optuna_trial(one.settings, one.value))
+        for _ in range(_PROPOSALS):
+            proposal = study.ask()
+            engine = proposal.suggest_categorical(ENGINE, list(self.space.by_engine))
             settings = {ENGINE: engine}
-            for lever in self.levers.by_engine[engine]:
-                settings[lever.name] = asked.suggest_categorical(f"{engine} {lever.name}", list(lever.settings))
+            for lever in self.space.by_engine[engine]:
+                settings[lever.name] = proposal.suggest_categorical(f"{engine} {lever.name}", list(lever.settings))
             yield settings
 
-    def _belief(self, trials: Sequence[Trial]) -> Callable[[Settings], float]:
-        """Return how much to expect of settings: the logarithm of the plan's figure, and what the trials add to it."""
+    def _score(self, trials: Sequence[Trial]) -> Callable[[Settings], float]:
+        """Return the score of settings: log of the predicted rate, plus the fitted factors, plus exploration."""
         found = [
-            (self._held(one.settings), math.log(one.value) - self._prior(one.settings)) for one in trials if one.value
+            (self._factors(one.settings), math.log(one.value) - self._log_rate(one.settings))
+            for one in trials
+            if one.value
         ]
-        counts = Counter(pair for held, _ in found for pair in held)
-        usual = statistics.fmean(gap for _, gap in found) if found else 0.0
-        factors = dict.fromkeys(counts, 0.0)
-        for _ in range(_FITS):
-            for pair in factors:
-                left = [
-                    gap - usual - sum(factors[other] for other in held if other != pair)
-                    for held, gap in found
-                    if pair in held
+        counts = Counter(factor for names, _ in found for factor in names)
+        mean_gap = statistics.fmean(gap for _, gap in found) if found else 0.0
+        fitted = dict.fromkeys(counts, 0.0)
+        for _ in range(_FIT_ROUNDS):
+            for factor in fitted:
+                residuals = [
+                    gap - mean_gap - sum(fitted[other] for other in names if other != factor)
+                    for names, gap in found
+                    if factor in names
                 ]
-                factors[pair] = sum(left) / (len(left) + _DOUBT)
+                fitted[factor] = sum(residuals) / (len(residuals) + _SHRINKAGE)
 
-        def belief(settings: Settings) -> float:
-            held = self._held(settings)
-            unknown = math.sqrt(sum(1 / (counts[pair] + 1) for pair in held))
-            return self._prior(settings) + sum(factors.get(pair, 0.0) for pair in held) + _CURIOUS * unknown
+        def score(settings: Settings) -> float:
+            names = self._factors(settings)
+            uncertainty = math.sqrt(sum(1 / (counts[factor] + 1) for factor in names))
+            return self._log_rate(settings) + sum(fitted.get(one, 0.0) for one in names) + _EXPLORATION * uncertainty
 
-        return belief
+        return score
 
-    def _held(self, settings: Settings) -> set[tuple[str, str, str]]:
-        """Return what a factor can belong to: each setting on its engine, and the engine itself."""
+    def _factors(self, settings: Settings) -> set[Pair]:
+        """Return what has a factor: each setting on its engine, and the engine itself."""
         return {*_pairs(settings), (settings[ENGINE], "", "")}
 
-    def _prior(self, settings: Settings) -> float:
+    def _log_rate(self, settings: Settings) -> float:
         return math.log(self._rate(settings) or 1.0)
 
-    def _broken(self, trials: Sequence[Trial]) -> set[tuple[str, str, str]]:
-        """Return settings that never worked, and either were alone to blame for a failure or were in several.
+    def _excluded(self, trials: Sequence[Trial]) -> set[Pair]:
+        """Return settings that never worked and are the only suspect of a failure, or a suspect of several.
 
-        Of an answer below the floor only what changes answers can be to blame, and was not let pass by the whole gate.
+        Suspects of a trial below the floor are its non-default quality settings that passed no full quality check.
         """
         fine = {pair for one in trials if one.outcome in ("feasible", "too slow") for pair in _pairs(one.settings)}
         refused = [one.settings for one in trials if one.outcome == "below the floor"]
         started = fine.union(*map(_pairs, refused))
         suspects = [_pairs(one.settings) - started for one in trials if one.outcome == "failed"]
         passed = {pair for one in trials if one.passed for pair in _pairs(one.settings)}
-        spoiling = [self.levers.turned(self.levers.answering(one)) | {ENGINE: one[ENGINE]} for one in refused]
-        suspects += [_pairs(one) - passed for one in spoiling]
-        often = Counter(pair for found in suspects for pair in found)
+        quality = [self.space.non_default(self.space.quality_settings(one)) | {ENGINE: one[ENGINE]} for one in refused]
+        suspects += [_pairs(one) - passed for one in quality]
+        counts = Counter(pair for found in suspects for pair in found)
         alone = {pair for found in suspects if len(found) == 1 for pair in found}
-        return alone | {pair for pair, times in often.items() if times >= _FAILURES}
+        return alone | {pair for pair, count in counts.items() if count >= _MAX_FAILURES}
 
-    def _told(self, settings: Settings, value: float) -> FrozenTrial:
+    def _optuna_trial(self, settings: Settings, value: float) -> FrozenTrial:
         optuna = _optuna()
         engine = settings[ENGINE]
-        choices: dict[str, Any] = {ENGINE: list(self.levers.by_engine)}
+        choices: dict[str, Any] = {ENGINE: list(self.space.by_engine)}
         parameters: dict[str, Any] = {ENGINE: engine}
-        for lever in self.levers.by_engine[engine]:
+        for lever in self.space.by_engine[engine]:
             choices[f"{engine} {lever.name}"] = list(lever.settings)
             parameters[f"{engine} {lever.name}"] = settings[lever.name]
-        distributions = {name: optuna.distributions.CategoricalDistribution(held) for name, held in choices.items()}
-        told: FrozenTrial = optuna.trial.create_trial(params=parameters, distributions=distributions, value=value)
-        return told
+        distributions = {name: optuna.distributions.CategoricalDistribution(one) for name, one in choices.items()}
+        trial: FrozenTrial = optuna.trial.create_trial(params=parameters, distributions=distributions, value=value)
+        return trial
 
 
-def _pairs(settings: Settings) -> set[tuple[str, str, str]]:
+def _pairs(settings: Settings) -> set[Pair]:
     return {(settings[ENGINE], name, setting) for name, setting in settings.items() if name != ENGINE}
 
 

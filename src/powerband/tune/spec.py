@@ -1,90 +1,101 @@
-"""What `tune` is asked for, and the rig that tries it on this machine."""
+"""The inputs of `tune`, and the trial runner built from them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from powerband import engines, plan
+import powerband.plan as plan
+from powerband import engines
+from powerband.bench.level_controller import LevelStatus
 from powerband.core.model import Model
 from powerband.core.quality import QualityFloor
 from powerband.core.slo import SLO
-from powerband.core.statistics import needed
+from powerband.core.statistics import min_samples
 from powerband.core.workload import Workload
 from powerband.errors import EngineMissing, InputError
-from powerband.evaluate.probes import ROOM
+from powerband.evaluate.probes import MIN_CONTEXT_TOKENS
 from powerband.evaluate.tasks import Task
 from powerband.runtime import devices, installations, model_files
 from powerband.tune import speculation
 from powerband.tune.search_space import search_space
-from powerband.tune.trial_runner import Say, TrialRunner
+from powerband.tune.trial_runner import Report, TrialRunner
 
-_OF_THE_BUDGET = 0.1  # may go into one load
+_LEVEL_BUDGET = 0.1  # share of the budget that one load level may take
 
 
 @dataclass(frozen=True)
 class TuneSpec:
-    """What to find the best deployment for."""
+    """What to tune for, and within which limits."""
 
     model: str
     workload: Workload
     slo: SLO
-    floor: QualityFloor | None = None  # None: whatever the answers are
+    floor: QualityFloor | None = None  # None: quality is not checked
     tasks: Mapping[str, Task] = field(default_factory=dict)
-    engines: tuple[str, ...] = ()  # none: every one that is installed and can load the model
-    schemes: tuple[str, ...] = ()
+    engines: tuple[str, ...] = ()  # empty: every installed engine that can load the model
+    schemes: tuple[str, ...] = ()  # empty: every scheme that the engine can load
     budget_s: float = 7200.0
-    most_trials: int | None = None
-    requests: int | None = None  # at each load, at the least
+    max_trials: int | None = None
+    requests: int | None = None  # minimum at each load level
     usd_per_h: float | None = None
     seed: int = 0
-    base: Path | None = None  # of the workload's own paths
-    cluster: str = ""  # of Ray, whose nodes try as well; none: this machine alone
+    base: Path | None = None  # folder that the workload's paths are relative to
+    cluster: str = ""  # address of the Ray cluster that runs the trials; empty: this machine
 
 
-def runner_of(
-    order: TuneSpec, folder: Path, *, stopping: threading.Event | None = None, say: Say = lambda _: None
+def make_runner(
+    spec: TuneSpec,
+    folder: Path,
+    *,
+    stopping: threading.Event | None = None,
+    report: Report = lambda _: None,
+    on_status: Callable[[LevelStatus], None] = lambda _: None,
 ) -> TrialRunner:
-    """Return what tries settings on this machine."""
-    if order.requests is not None and order.requests < (least := needed(order.slo.highest)):
+    """Return the runner of trials on this machine."""
+    highest = spec.slo.highest_percentile
+    if spec.requests is not None and spec.requests < (min_requests := min_samples(highest)):
         raise InputError(
-            f"{order.requests} requests cannot tell the p{order.slo.highest * 100:g} that the SLO bounds",
-            hint=f"give --requests {least} or more, or leave it away",
+            f"p{highest * 100:g} of the SLO needs at least {min_requests} requests; --requests is {spec.requests}",
+            hint=f"give --requests {min_requests} or more, or omit it",
         )
-    host, needs_weights = devices.this_host(), not order.engines or engines.get(order.engines[0]).reads_weights
-    model = model_files.inspect(order.model) if needs_weights else Model(source=order.model)
-    longest = plan.draw(order.workload, model, base=order.base).lengths.longest
-    own = search_space(
+    host, needs_weights = devices.this_host(), not spec.engines or engines.get(spec.engines[0]).reads_weights
+    model = model_files.inspect(spec.model) if needs_weights else Model(source=spec.model)
+    longest = plan.sample_requests(spec.workload, model, base=spec.base).lengths.max_tokens
+    space = search_space(
         model,
         host,
-        context=max(longest, ROOM if order.floor else 0),  # the gate's long texts must fit too
-        wanted=_engines(order, model),
-        schemes=order.schemes,
-        drafts=speculation.telling(order.workload),
+        context=max(
+            longest, MIN_CONTEXT_TOKENS if spec.floor else 0
+        ),  # the long probes of the quality check must fit too
+        wanted=_engines(spec, model),
+        schemes=spec.schemes,
+        drafts=speculation.measurable(spec.workload),
     )
     return TrialRunner(
         model=model,
-        workload=order.workload,
-        slo=order.slo,
-        floor=order.floor,
-        levers=own,
+        workload=spec.workload,
+        slo=spec.slo,
+        floor=spec.floor,
+        space=space,
         folder=folder,
-        usd_per_h=order.usd_per_h or plan.this_machine(host)[0].price.usd_per_h,
-        base=order.base,
-        requests=order.requests,
-        longest_s=_OF_THE_BUDGET * order.budget_s,
-        tasks=dict(order.tasks),
+        usd_per_h=spec.usd_per_h or plan.this_machine(host)[0].price.usd_per_h,
+        base=spec.base,
+        requests=spec.requests,
+        max_level_s=_LEVEL_BUDGET * spec.budget_s,
+        tasks=dict(spec.tasks),
         stopping=stopping or threading.Event(),
-        say=say,
+        report=report,
+        on_status=on_status,
     )
 
 
-def _engines(order: TuneSpec, model: Model) -> list[str]:
-    """Return the engines to try: those that were named, or that are here and can load the model or a variant of it."""
-    if order.engines:
-        return list(order.engines)
+def _engines(spec: TuneSpec, model: Model) -> list[str]:
+    """Return the engines of the spec, or else the installed ones that can load the model or a variant of it."""
+    if spec.engines:
+        return list(spec.engines)
     found = []
     for name in ("vllm", "llamacpp"):
         can_load = model.format in engines.get(name).formats or model.format == "safetensors"
@@ -95,6 +106,6 @@ def _engines(order: TuneSpec, model: Model) -> list[str]:
         found += [name] if can_load else []
     if not found:
         raise EngineMissing(
-            "no engine that can load the model is on this machine", hint="run 'powerband engine install llamacpp'"
+            f"no installed engine can load {model.source}", hint="run 'powerband engine install llamacpp'"
         )
     return found

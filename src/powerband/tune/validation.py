@@ -1,4 +1,4 @@
-"""Prove the answer: the finalists and the engines' defaults in turns, on requests that the search never saw."""
+"""Validate the best trials against the engines' defaults, in interleaved runs on held-out requests."""
 
 from __future__ import annotations
 
@@ -14,171 +14,173 @@ from powerband.bench.profiles import max_rate, meets_slo, sustains
 from powerband.core.measurement import Level, Measurement
 from powerband.core.recipe import BaselineComparison, Recipe
 from powerband.core.statistics import Interval
-from powerband.core.study import Settings, Study, Trial, usual_s
-from powerband.errors import DeploymentRefused, EngineError, InvalidMeasurement, PromiseBroken
+from powerband.core.study import ENGINE, Settings, Study, Trial, render_settings, typical_trial_s
+from powerband.errors import DeploymentRefused, EngineError, InvalidMeasurement, RequirementNotMet
 from powerband.launchers import local
-from powerband.launchers.local import Prepared
 from powerband.store.journal import Journal
 from powerband.tune import paired_comparison, recipe
-from powerband.tune.search_space import ENGINE, key
+from powerband.tune.recipe import ConfirmedRate
+from powerband.tune.search_space import key
 from powerband.tune.trial_runner import HELD_OUT_SEED, TrialRunner
 
+VALIDATION, ABLATION = "validation", "ablation"  # phases, and the names of their journals
 _FINALISTS = 2
-_LEAST_ROUNDS, _MOST_ROUNDS = 3, 9
-_SHARE = 0.6  # of the time that is left is for the finals
-_SPARE = 0.85  # of the knee is promised
-_TRIES = 4
-_LATE = 0.5  # of those that may be late may be late when a rate is promised
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 9
+_VALIDATION_SHARE = 0.6  # of the remaining time; the rest confirms the rate and runs the ablation
+_RATE_STEP = 0.85  # each rate to confirm is this fraction of the last one, the first of the max rate
+_MAX_CONFIRMATIONS = 4
+_ERROR_BUDGET_SHARE = 0.5  # of the SLO's error budget that a confirmed rate may use
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Who is measured, and where its first climb begins."""
+    """A deployment to measure, and the rate where its first climb starts."""
 
     name: str
     settings: Settings
     start_per_s: float | None
-    why: str = ""  # it was not measured
+    why: str = ""  # why it was not measured
 
 
-async def prove(rig: TrialRunner, study: Study, *, budget_s: float) -> Recipe:
-    """Measure finalists against defaults, crown one or call it a tie, promise a rate, see what each lever brought."""
-    trial_s, left_s, began = usual_s(study.trials), budget_s - rig.gone_s(study.trials), time.monotonic()
-    finalists = await _finalists(rig, study, _FINALISTS if left_s > 2 * least_s(trial_s) else 1)
-    defaults = [contender(rig, one) for one in study.trials if not rig.levers.turned(one.settings)]
+async def validate(runner: TrialRunner, study: Study, *, budget_s: float) -> Recipe:
+    """Compare finalists with defaults, choose a winner or call a tie, confirm its rate, and run the ablation."""
+    trial_s, began = typical_trial_s(study.trials), time.monotonic()
+    remaining_s = budget_s - runner.elapsed_s(study.trials)
+    finalists = await _finalists(runner, study, _FINALISTS if remaining_s > 2 * min_duration_s(trial_s) else 1)
+    defaults = [contender_of(runner, one) for one in study.trials if not runner.space.non_default(one.settings)]
     able = {key(one.settings): one for one in (*finalists, *defaults) if one.start_per_s}
-    left_s -= time.monotonic() - began  # which the gate took
-    knees = await contest_of(rig, "finals", list(able.values()), _LEAST_ROUNDS)
-    foremost = _foremost(knees, finalists, defaults)
-    if len(foremost) > 1:
-        took_s = _took_s(rig, trial_s, rounds=_LEAST_ROUNDS)
-        more = max(0, int((_SHARE * left_s - sum(took_s)) / (len(foremost) * fmean(took_s))))
-        knees |= await contest_of(rig, "finals", foremost, min(_LEAST_ROUNDS + more, _MOST_ROUNDS))
-    defaults = _failed(rig, "finals", defaults)
-    winner, says = await _crown(rig, knees, foremost, level=1 - 0.05 / len(finalists))
-    against = [_against(knees, winner.name, one) for one in defaults if one.name != winner.name]
+    remaining_s -= time.monotonic() - began  # the full quality checks
+    rates = await measure_interleaved(runner, VALIDATION, list(able.values()), _MIN_ROUNDS)
+    leaders = _leaders(rates, finalists, defaults)
+    if len(leaders) > 1:
+        durations_s = _durations_s(runner, trial_s, rounds=_MIN_ROUNDS)
+        more = max(0, int((_VALIDATION_SHARE * remaining_s - sum(durations_s)) / (len(leaders) * fmean(durations_s))))
+        rates |= await measure_interleaved(runner, VALIDATION, leaders, min(_MIN_ROUNDS + more, _MAX_ROUNDS))
+    defaults = _with_failures(runner, VALIDATION, defaults)
+    winner, summary = await _choose_winner(runner, rates, leaders, level=1 - 0.05 / len(finalists))
+    baselines = [_compare(rates, winner.name, one) for one in defaults if one.name != winner.name]
     began = time.monotonic()
-    promised = await _promise(rig, winner, paired_comparison.mean(knees[winner.name]))
-    took_s = _took_s(rig, trial_s)
-    left_s -= sum(took_s) + time.monotonic() - began
-    without = _without(rig, winner)
-    brought: paired_comparison.Knees = {}
-    if without and left_s >= _LEAST_ROUNDS * (len(without) + 1) * fmean(took_s):
-        brought = await contest_of(rig, "levers", [winner, *without], _LEAST_ROUNDS)
-        without = _failed(rig, "levers", without)
-    elif without:
-        rig.say("the time does not reach to see what each lever brings: --resume with a larger --budget")
-    return recipe.written(
-        rig,
+    confirmed = await _confirm_rate(runner, winner, paired_comparison.geometric_mean(rates[winner.name]))
+    durations_s = _durations_s(runner, trial_s)
+    remaining_s -= sum(durations_s) + time.monotonic() - began
+    ablations = _ablations(runner, winner)
+    ablation_rates: paired_comparison.MaxRates = {}
+    if ablations and remaining_s >= _MIN_ROUNDS * (len(ablations) + 1) * fmean(durations_s):
+        ablation_rates = await measure_interleaved(runner, ABLATION, [winner, *ablations], _MIN_ROUNDS)
+        ablations = _with_failures(runner, ABLATION, ablations)
+    elif ablations:
+        runner.report("no time left for the ablation: rerun with --resume and a larger --budget")
+    return recipe.build_recipe(
+        runner,
         study,
-        promised,
+        confirmed,
         settings=winner.settings,
-        summary="; ".join((says, *(absent(one) for one in defaults if one.name not in knees))),
-        baselines=tuple(against),
-        ablation=tuple(_against(brought, winner.name, one) for one in without if brought),
+        summary="; ".join((summary, *(exclusion_reason(one) for one in defaults if one.name not in rates))),
+        baselines=tuple(baselines),
+        ablation=tuple(_compare(ablation_rates, winner.name, one) for one in ablations if ablation_rates),
     )
 
 
-def absent(one: Contender) -> str:
-    """Return why one is not in the contest: what failed is not known to be slow."""
-    return f"{one.name} was not measured: {one.why}" if one.why else f"{one.name} keeps the SLO at no rate"
+def exclusion_reason(one: Contender) -> str:
+    """Return why a contender has no max rate: it failed, or it misses the SLO at every rate."""
+    return f"{one.name} was not measured: {one.why}" if one.why else f"{one.name} meets the SLO at no request rate"
 
 
-def contender(rig: TrialRunner, trial: Trial) -> Contender:
-    """Return who a trial was of."""
-    turned = ", ".join(f"{lever} {setting}" for lever, setting in rig.levers.turned(trial.settings).items())
-    name = f"{trial.settings[ENGINE]} {f'with {turned}' if turned else 'as it comes'}"
+def contender_of(runner: TrialRunner, trial: Trial) -> Contender:
+    """Return the contender with the settings of a trial."""
+    name = render_settings(trial.settings, runner.space.all_defaults)
     why = "" if trial.outcome in ("feasible", "too slow") else trial.reason
     return Contender(name, trial.settings, trial.max_rate_per_s, why)
 
 
-async def _finalists(rig: TrialRunner, study: Study, most: int) -> list[Contender]:
-    """Return the best trials that the whole gate lets pass."""
+async def _finalists(runner: TrialRunner, study: Study, count: int) -> list[Contender]:
+    """Return the best trials that pass the full quality check."""
     found: list[Contender] = []
     refused = []
     for trial in sorted(study.trials, key=lambda one: -one.value):
-        if trial.outcome == "feasible" and len(found) < most:
-            one = contender(rig, trial)
-            if objection := await rig.objection(one.settings):
-                refused.append(f"{one.name}: {objection}")
+        if trial.outcome == "feasible" and len(found) < count:
+            one = contender_of(runner, trial)
+            if failure := await runner.full_quality_check(one.settings):
+                refused.append(f"{one.name}: {failure}")
             else:
                 found.append(one)
     if not found:
-        raise PromiseBroken(
-            f"no deployment that keeps the SLO was let pass by the gate: {'; '.join(refused)}",
-            hint="name more --scheme, or take another floor",
+        raise RequirementNotMet(
+            f"no deployment that meets the SLO passes the full quality check: {'; '.join(refused)}",
+            hint="allow more schemes with --scheme, or choose another --quality floor",
         )
     return found
 
 
-def least_s(trial_s: float) -> float:
-    """Return how long a proof takes that has a finalist, one engine's defaults, and a promise to hold."""
-    return (2 * _LEAST_ROUNDS + 1) * trial_s
+def min_duration_s(trial_s: float) -> float:
+    """Return the duration of the shortest validation: one finalist, one engine's defaults, and a rate to confirm."""
+    return (2 * _MIN_ROUNDS + 1) * trial_s
 
 
-async def contest_of(
-    rig: TrialRunner, phase: str, contenders: Sequence[Contender], rounds: int
+async def measure_interleaved(
+    runner: TrialRunner, phase: str, contenders: Sequence[Contender], rounds: int
 ) -> dict[str, list[float]]:
-    """Measure them in turns; who fails, or keeps the SLO at no rate, is not among the results.
+    """Return the max rate of each contender in each round, without those that fail or never meet the SLO.
 
-    What was noted is not repeated.
+    Rounds that are in the phase's journal are not repeated.
     """
-    journal = Journal(rig.folder / f"{phase}.jsonl")
-    noted = {(note["round"], note["name"]): note["max_rate_per_s"] for note in journal.read()}
-    knees: dict[str, list[float | None]] = {one.name: [] for one in contenders}
+    journal = Journal(runner.folder / f"{phase}.jsonl")
+    done = {(entry["round"], entry["name"]): entry["max_rate_per_s"] for entry in journal.read()}
+    rates: dict[str, list[float | None]] = {one.name: [] for one in contenders}
     by_name = {one.name: one for one in contenders}
     if len(contenders) < 2:
         rounds = 1
-    for number, name in paired_comparison.turns(list(by_name), rounds):
-        if (number, name) not in noted:
-            if None in knees[name]:
+    for number, name in paired_comparison.interleave(list(by_name), rounds):
+        if (number, name) not in done:
+            if None in rates[name]:
                 continue
-            so_far = [found for found in knees[name] if found]
-            start = paired_comparison.mean(so_far) if so_far else by_name[name].start_per_s
-            rig.say(f"{phase}, round {number + 1} of {rounds}: {name}")
-            folder = rig.folder / f"{phase}-{number + 1}-{list(by_name).index(name) + 1}"
-            settings, seed = by_name[name].settings, rig.workload.seed + HELD_OUT_SEED + number
-            note: dict[str, Any] = {"round": number, "name": name, "settings": settings}
+            so_far = [rate for rate in rates[name] if rate]
+            start = paired_comparison.geometric_mean(so_far) if so_far else by_name[name].start_per_s
+            runner.report(f"{phase}, round {number + 1} of {rounds}: {name}")
+            folder = runner.folder / f"{phase}-{number + 1}-{list(by_name).index(name) + 1}"
+            settings, seed = by_name[name].settings, runner.workload.seed + HELD_OUT_SEED + number
+            entry: dict[str, Any] = {"round": number, "name": name, "settings": settings}
             began = time.monotonic()
             try:
-                found = (await block(rig, settings, folder, start, seed=seed)).levels
-                note |= {"max_rate_per_s": max_rate(found), "levels": [_drawn(level) for level in found]}
+                levels = (await measure_max_rate(runner, settings, folder, start, seed=seed)).levels
+                entry |= {"max_rate_per_s": max_rate(levels), "levels": [_level_data(level) for level in levels]}
             except (EngineError, DeploymentRefused) as error:
-                note |= {"max_rate_per_s": None, "levels": [], "why": error.message.splitlines()[0]}
-            journal.add(note | {"seconds": round(time.monotonic() - began, 1)})
-            noted[number, name] = note["max_rate_per_s"]
-        knees[name].append(noted[number, name])
-    return {name: [rate for rate in found if rate] for name, found in knees.items() if all(found)}
+                entry |= {"max_rate_per_s": None, "levels": [], "why": error.message.splitlines()[0]}
+            journal.add(entry | {"seconds": round(time.monotonic() - began, 1)})
+            done[number, name] = entry["max_rate_per_s"]
+        rates[name].append(done[number, name])
+    return {name: [rate for rate in found if rate] for name, found in rates.items() if all(found)}
 
 
-def _took_s(rig: TrialRunner, trial_s: float, *, rounds: int = _MOST_ROUNDS) -> list[float]:
-    """Return how long each climb of the finals' first rounds took; an older version did not note it."""
-    notes = Journal(rig.folder / "finals.jsonl").read()
-    return [note.get("seconds", trial_s) for note in notes if note["round"] < rounds]
+def _durations_s(runner: TrialRunner, trial_s: float, *, rounds: int = _MAX_ROUNDS) -> list[float]:
+    """Return the duration of each climb of the first validation rounds; entries of old versions have none."""
+    entries = Journal(runner.folder / f"{VALIDATION}.jsonl").read()
+    return [entry.get("seconds", trial_s) for entry in entries if entry["round"] < rounds]
 
 
-def _failed(rig: TrialRunner, phase: str, contenders: Sequence[Contender]) -> list[Contender]:
-    """Return the contenders, and of those that failed in a contest why."""
-    noted = {note["name"]: note["why"] for note in Journal(rig.folder / f"{phase}.jsonl").read() if "why" in note}
-    return [replace(one, why=noted.get(one.name, one.why)) for one in contenders]
+def _with_failures(runner: TrialRunner, phase: str, contenders: Sequence[Contender]) -> list[Contender]:
+    """Return the contenders, with the reason of those that failed in a phase."""
+    entries = Journal(runner.folder / f"{phase}.jsonl").read()
+    reasons = {entry["name"]: entry["why"] for entry in entries if "why" in entry}
+    return [replace(one, why=reasons.get(one.name, one.why)) for one in contenders]
 
 
-def _drawn(level: Level) -> dict[str, Any]:
+def _level_data(level: Level) -> dict[str, Any]:
     """Return what a chart needs of a level."""
     shown = {f"{one.metric} {one.percentile}": one.value_s for one in level.slo_checks}
-    return {"rate_per_s": level.rate_per_s or level.achieved_per_s, "kept": meets_slo(level), **shown}
+    return {"rate_per_s": level.rate_per_s or level.achieved_per_s, "meets_slo": meets_slo(level), **shown}
 
 
-async def block(
-    rig: TrialRunner, settings: Settings, folder: Path, start_per_s: float | None, *, seed: int
+async def measure_max_rate(
+    runner: TrialRunner, settings: Settings, folder: Path, start_per_s: float | None, *, seed: int
 ) -> Measurement:
-    """Start it and find its knee, twice where it does not work at once."""
+    """Start the deployment and find its max rate, with one retry."""
     folder.mkdir(exist_ok=True)
-    prepared = local.prepare(await rig.deployment(settings))
+    prepared = local.prepare(await runner.deployment(settings))
 
     async def once() -> Measurement:
         async with local.launch(prepared, directory=folder) as replica:
-            return await rig.climb(replica, prepared, folder, start_per_s=start_per_s, seed=seed)
+            return await runner.climb(replica, prepared, folder, start_per_s=start_per_s, seed=seed)
 
     with contextlib.suppress(EngineError, InvalidMeasurement):
         found = await once()
@@ -187,100 +189,97 @@ async def block(
     return await once()
 
 
-def _foremost(
-    knees: paired_comparison.Knees, finalists: Sequence[Contender], defaults: Sequence[Contender]
+def _leaders(
+    rates: paired_comparison.MaxRates, finalists: Sequence[Contender], defaults: Sequence[Contender]
 ) -> tuple[Contender, ...]:
-    """Return the best finalist and the better engine's defaults: the rounds that are left are between these two.
+    """Return the best finalist and the best default, which share the remaining rounds.
 
-    One alone where it is both, or where no engine's defaults keep the SLO.
+    There is one alone if both are the same, or if no default meets the SLO.
     """
 
     def best(some: Sequence[Contender]) -> list[Contender]:
         able = sorted(
-            (one for one in some if one.name in knees), key=lambda one: paired_comparison.mean(knees[one.name])
+            (one for one in some if one.name in rates),
+            key=lambda one: paired_comparison.geometric_mean(rates[one.name]),
         )
         return able[-1:]
 
     if not best(finalists):
-        raise InvalidMeasurement("no finalist kept the SLO when it was measured again", hint="is the machine quiet?")
+        raise InvalidMeasurement(
+            "no finalist met the SLO on held-out requests, though it did in the search",
+            hint="stop other work on this machine, then rerun with --resume",
+        )
     return tuple({one.name: one for one in (*best(finalists), *best(defaults))}.values())
 
 
-async def _crown(
-    rig: TrialRunner, knees: paired_comparison.Knees, foremost: Sequence[Contender], *, level: float
+async def _choose_winner(
+    runner: TrialRunner, rates: paired_comparison.MaxRates, leaders: Sequence[Contender], *, level: float
 ) -> tuple[Contender, str]:
-    """Return the winner, and by how much it is better than the better engine's defaults; those where it is not."""
-    best = foremost[0]
-    if len(foremost) == 1 and rig.levers.turned(best.settings):
-        return best, f"{best.name} keeps both promises"
-    if len(foremost) == 1:
-        return best, f"nothing that was tried is better than {best.name}"
-    rival = foremost[1]
-    ratio = paired_comparison.ratio(knees, best.name, rival.name, level=level)
-    told = f"{ratio.value:.2f} times [{ratio.low:.2f}, {ratio.high:.2f}]"
+    """Return the winner and the summary: the default wins unless the finalist is better beyond the noise."""
+    best = leaders[0]
+    if len(leaders) == 1 and runner.space.non_default(best.settings):
+        return best, f"{best.name} meets the SLO and the quality floor"
+    if len(leaders) == 1:
+        return best, f"no tried configuration is better than {best.name}"
+    rival = leaders[1]
+    ratio = paired_comparison.ratio(rates, best.name, rival.name, level=level)
+    times = f"{ratio.value:.2f} times [{ratio.low:.2f}, {ratio.high:.2f}]"
     if ratio.low > 1:
-        return best, f"{best.name} carries {told} the load of {rival.name}"
-    if not await rig.objection(rival.settings):
-        return rival, f"no config is reliably better than {rival.name}: the best carries {told} its load"
-    return best, f"{best.name} carries {told} the load of {rival.name}, whose answers fall below the floor"
+        return best, f"{best.name} sustains {times} the rate of {rival.name}"
+    if not await runner.full_quality_check(rival.settings):
+        return rival, f"no configuration is reliably better than {rival.name}: the best sustains {times} its rate"
+    return best, f"{best.name} sustains {times} the rate of {rival.name}, which is below the quality floor"
 
 
-def _against(knees: paired_comparison.Knees, winner: str, one: Contender) -> BaselineComparison:
+def _compare(rates: paired_comparison.MaxRates, winner: str, one: Contender) -> BaselineComparison:
     ratio: Interval | None = None
-    if one.name in knees and winner in knees:
-        ratio = paired_comparison.ratio(knees, winner, one.name)
-    mean = paired_comparison.mean(knees[one.name]) if one.name in knees else None
-    why = one.why if mean is None else ""  # who failed in a later round has its first ones
+    if one.name in rates and winner in rates:
+        ratio = paired_comparison.ratio(rates, winner, one.name)
+    mean = paired_comparison.geometric_mean(rates[one.name]) if one.name in rates else None
+    why = one.why if mean is None else ""  # a failure in a later round leaves the earlier rounds
     return BaselineComparison(name=one.name, settings=one.settings, max_rate_per_s=mean, why=why, ratio=ratio)
 
 
-def _without(rig: TrialRunner, winner: Contender) -> list[Contender]:
-    """Return the winner with one lever turned back each."""
-    default = rig.levers.defaults(winner.settings[ENGINE])
+def _ablations(runner: TrialRunner, winner: Contender) -> list[Contender]:
+    """Return the winner with one lever at its default, for each non-default lever."""
+    default = runner.space.defaults(winner.settings[ENGINE])
     return [
         Contender(
-            f"{lever} {default[lever]} instead of {setting}",
+            f"{lever}={default[lever]} instead of {setting}",
             winner.settings | {lever: default[lever]},
             winner.start_per_s,
         )
-        for lever, setting in rig.levers.turned(winner.settings).items()
+        for lever, setting in runner.space.non_default(winner.settings).items()
     ]
 
 
-@dataclass(frozen=True)
-class Proof:
-    """A rate that held on requests that nobody saw before, and what it took."""
-
-    prepared: Prepared
-    rate_per_s: float
-    level: Level
-    memory_bytes: int | None
+def _has_margin(level: Level) -> bool:
+    """Return whether a level uses no more than its share of the SLO's error budget."""
+    return all(
+        1 - one.share.value <= _ERROR_BUDGET_SHARE * (1 - float(one.percentile[1:]) / 100) for one in level.slo_checks
+    )
 
 
-def _has_room(level: Level) -> bool:
-    """Tell whether half as many requests as may be late were late."""
-    return all(1 - one.share.value <= _LATE * (1 - float(one.percentile[1:]) / 100) for one in level.slo_checks)
-
-
-async def _promise(rig: TrialRunner, winner: Contender, max_rate_per_s: float) -> Proof:
-    """Hold somewhat less than the knee, and less again until half of the error budget is left for worse days."""
-    prepared = local.prepare(await rig.deployment(winner.settings))
-    rate, held = max_rate_per_s, None
-    for number in range(_TRIES):
-        rate *= _SPARE
-        rig.say(f"promise {rate:.3g}/s")
-        folder = rig.folder / f"promise-{number + 1}"
+async def _confirm_rate(runner: TrialRunner, winner: Contender, max_rate_per_s: float) -> ConfirmedRate:
+    """Lower the rate below the max rate until it meets the SLO with half of the error budget left."""
+    prepared = local.prepare(await runner.deployment(winner.settings))
+    rate, confirmed = max_rate_per_s, None
+    for number in range(_MAX_CONFIRMATIONS):
+        rate *= _RATE_STEP
+        runner.report(f"confirm {rate:.3g} req/s")
+        folder = runner.folder / f"confirm-{number + 1}"
         folder.mkdir(exist_ok=True)
         async with local.launch(prepared, directory=folder) as replica:
-            seed = rig.workload.seed + HELD_OUT_SEED + 500 + 10 * number
-            level = await rig.hold(replica, prepared, folder, rate_per_s=rate, seed=seed)
+            seed = runner.workload.seed + HELD_OUT_SEED + 500 + 10 * number
+            level = await runner.run_fixed_rate(replica, prepared, folder, rate_per_s=rate, seed=seed)
             memory = replica.process.memory_bytes() if replica.process else None
-        kept = sustains(level, rate)
-        held = Proof(prepared, rate, level, memory) if kept else held
-        if kept and _has_room(level):
+        sustained = sustains(level, rate)
+        confirmed = ConfirmedRate(prepared, rate, level, memory) if sustained else confirmed
+        if sustained and _has_margin(level):
             break
-    if held:
-        return held
+    if confirmed:
+        return confirmed
     raise InvalidMeasurement(
-        f"{winner.name} did not hold {rate:.3g}/s, though it carried more before", hint="is the machine quiet?"
+        f"{winner.name} did not sustain {rate:.3g} req/s; its max rate was {max_rate_per_s:.3g} req/s",
+        hint="stop other work on this machine, then rerun with --resume",
     )

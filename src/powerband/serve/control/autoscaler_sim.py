@@ -1,4 +1,4 @@
-"""Play a trace of requests against a way to scale, before it is trusted with machines."""
+"""Simulator for autoscalers: replay a request trace against a scaling function, and report attainment and cost."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from powerband.serve.control.autoscaler import Autoscaler, FleetSnapshot, ScalingPolicy
 
-Decide = Callable[[FleetSnapshot], int]
+ScalingFunction = Callable[[FleetSnapshot], int]  # the desired number of replicas
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request of a trace."""
+    """One request of a trace."""
 
     at_s: float
     prompt_tokens: int
@@ -24,124 +24,131 @@ class Arrival:
 
 @dataclass(frozen=True)
 class ReplicaSpeed:
-    """What one replica does: so many at once, each reading and writing at its pace."""
+    """Model of one replica: `slots` concurrent requests, each at a constant speed."""
 
-    places: int
-    read_s: float  # for a token of the prompt
-    write_s: float  # for a token of the answer
+    slots: int
+    prefill_s_per_token: float
+    decode_s_per_token: float
     start_s: float
-    ttft_s: float  # that is promised
+    ttft_s: float  # limit of the SLO
 
-    def service_s(self, one: Arrival) -> float:
-        """Return how long one place is taken."""
-        return self.read_s * one.prompt_tokens + self.write_s * one.output_tokens
+    def service_s(self, request: Arrival) -> float:
+        """Return how long a request occupies its slot."""
+        return self.prefill_s_per_token * request.prompt_tokens + self.decode_s_per_token * request.output_tokens
 
     def rate_per_s(self, trace: Sequence[Arrival]) -> float:
-        """Return the requests per second that fill one replica."""
-        return self.places * len(trace) / sum(self.service_s(one) for one in trace)
+        """Return the request rate at which one replica is fully busy."""
+        return self.slots * len(trace) / sum(self.service_s(one) for one in trace)
 
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """What came of it."""
+    """Attainment and cost of one simulation."""
 
-    attainment: float  # share of requests whose first token came in time
-    worst_minute: float  # the same, in the worst minute
-    replica_s: float  # paid for, starts included
-    most: int
+    attainment: float  # share of requests within the TTFT limit
+    worst_minute_attainment: float
+    replica_s: float  # replica-seconds paid for, including starts
+    max_replicas: int
     starts: int
 
 
 def simulate(
-    trace: Sequence[Arrival], speed: ReplicaSpeed, decide: Decide, *, begin: int, every_s: float = 1.0
+    trace: Sequence[Arrival],
+    speed: ReplicaSpeed,
+    scale: ScalingFunction,
+    *,
+    initial_replicas: int,
+    interval_s: float = 1.0,
 ) -> SimulationResult:
-    """Let requests come as they did; every second the way to scale says how many replicas it wants.
+    """Replay a trace, calling the scaling function once per interval.
 
-    A replica that is no longer wanted takes nothing new, and is paid for until its last answer is written.
+    A replica that is scaled down takes no new requests and is paid for until its last running request ends.
     """
-    free = begin * speed.places  # places of ready replicas
-    ready, starting, retiring = begin, deque[float](), 0
+    free = initial_replicas * speed.slots  # slots of ready replicas
+    ready, starting, retiring = initial_replicas, deque[float](), 0
     waiting: deque[Arrival] = deque()
     ends: list[float] = []
-    kept = arrived = 0
+    attained = arrived = 0
     minutes: dict[int, list[int]] = {}
-    paid_s, most, starts, last_s = 0.0, begin, 0, 0.0
-    place, horizon = 0, trace[-1].at_s
+    paid_s, max_replicas, starts, last_s = 0.0, initial_replicas, 0, 0.0
+    index, horizon = 0, trace[-1].at_s
     tick = 0.0
-    while place < len(trace) or waiting or ends:
-        coming = trace[place].at_s if place < len(trace) else math.inf
-        now = min(coming, ends[0] if ends else math.inf, tick if tick <= horizon or waiting else math.inf)
+    while index < len(trace) or waiting or ends:
+        next_arrival = trace[index].at_s if index < len(trace) else math.inf
+        now = min(next_arrival, ends[0] if ends else math.inf, tick if tick <= horizon or waiting else math.inf)
         if starting:
             now = min(now, starting[0])
-        paid_s += (now - last_s) * (ready + len(starting) + math.ceil(retiring / speed.places))
+        paid_s += (now - last_s) * (ready + len(starting) + math.ceil(retiring / speed.slots))
         last_s = now
         while starting and starting[0] <= now:
             starting.popleft()
-            ready, free = ready + 1, free + speed.places
+            ready, free = ready + 1, free + speed.slots
         while ends and ends[0] <= now:
             heapq.heappop(ends)
             if retiring:
                 retiring -= 1
             else:
                 free += 1
-        while place < len(trace) and trace[place].at_s <= now:
-            waiting.append(trace[place])
-            place, arrived = place + 1, arrived + 1
+        while index < len(trace) and trace[index].at_s <= now:
+            waiting.append(trace[index])
+            index, arrived = index + 1, arrived + 1
         while waiting and free > 0:
-            one = waiting.popleft()
-            in_time = now - one.at_s + speed.read_s * one.prompt_tokens <= speed.ttft_s
-            kept += in_time
-            minutes.setdefault(int(one.at_s // 60), []).append(in_time)
-            heapq.heappush(ends, now + speed.service_s(one))
+            request = waiting.popleft()
+            in_time = now - request.at_s + speed.prefill_s_per_token * request.prompt_tokens <= speed.ttft_s
+            attained += in_time
+            minutes.setdefault(int(request.at_s // 60), []).append(in_time)
+            heapq.heappush(ends, now + speed.service_s(request))
             free -= 1
         if tick <= now:
-            tick += every_s
-            wanted = decide(FleetSnapshot(now, ready, len(starting), len(waiting), len(ends), arrived))
-            while wanted > ready + len(starting):
+            tick += interval_s
+            desired = scale(FleetSnapshot(now, ready, len(starting), len(waiting), len(ends), arrived))
+            while desired > ready + len(starting):
                 starting.append(now + speed.start_s)
                 starts += 1
-            while wanted < ready + len(starting) and starting:
+            while desired < ready + len(starting) and starting:
                 starting.pop()
-            if wanted < ready:
-                gone = (ready - wanted) * speed.places
-                ready = wanted
-                idle = min(free, gone)  # as many places as are idle go at once, the others with their answers
-                free, retiring = free - idle, retiring + gone - idle
-            most = max(most, ready + len(starting))
-    worst = min(sum(held) / len(held) for held in minutes.values())
-    return SimulationResult(kept / len(trace), worst, paid_s, most, starts)
+            if desired < ready:
+                removed = (ready - desired) * speed.slots
+                ready = desired
+                idle = min(free, removed)  # idle slots are removed at once, busy ones when their request ends
+                free, retiring = free - idle, retiring + removed - idle
+            max_replicas = max(max_replicas, ready + len(starting))
+    worst = min(sum(one) / len(one) for one in minutes.values())
+    return SimulationResult(attained / len(trace), worst, paid_s, max_replicas, starts)
 
 
-def fixed(count: int) -> Decide:
-    """Always as many."""
+def fixed(count: int) -> ScalingFunction:
+    """Return a function that never scales."""
     return lambda _: count
 
 
-def ours(policy: ScalingPolicy) -> Decide:
-    """The policy that `serve` runs."""
-    return Autoscaler(policy).wanted
+def ours(policy: ScalingPolicy) -> ScalingFunction:
+    """Return the autoscaler that `serve` runs."""
+    return Autoscaler(policy).desired_replicas
 
 
-def threshold(places: int, *, least: int, most: int, calm_s: float = 300.0, every_s: float = 15.0) -> Decide:
-    """As KEDA and the HPA do it: so many requests per replica, looked at now and then, down only after a calm while."""
-    lately: deque[tuple[float, int]] = deque()
-    looked, answer = -math.inf, least
+def threshold(
+    target: float, *, min_replicas: int, max_replicas: int, stabilization_s: float = 300.0, interval_s: float = 15.0
+) -> ScalingFunction:
+    """Return a scaler like KEDA and the HPA: a target number of requests per replica, with a scale-down window."""
+    recent: deque[tuple[float, int]] = deque()
+    evaluated_s, desired = -math.inf, min_replicas
 
-    def decide(seen: FleetSnapshot) -> int:
-        nonlocal looked, answer
-        if seen.at_s - looked < every_s:
-            return answer
-        looked = seen.at_s
-        need = max(least, min(most, math.ceil((seen.waiting + seen.running) / places)))
-        lately.append((seen.at_s, need))
-        while lately[0][0] < seen.at_s - calm_s:
-            lately.popleft()
-        answer = max(count for _, count in lately)
-        return answer
+    def scale(snapshot: FleetSnapshot) -> int:
+        nonlocal evaluated_s, desired
+        if snapshot.at_s - evaluated_s < interval_s:
+            return desired
+        evaluated_s = snapshot.at_s
+        need = max(min_replicas, min(max_replicas, math.ceil((snapshot.waiting + snapshot.running) / target)))
+        recent.append((snapshot.at_s, need))
+        while recent[0][0] < snapshot.at_s - stabilization_s:
+            recent.popleft()
+        desired = max(count for _, count in recent)
+        return desired
 
-    return decide
+    return scale
 
 
 def oracle(trace: Sequence[Arrival], speed: ReplicaSpeed) -> float:
-    """Return replica-seconds below which nobody can stay: the work, on replicas that start at once and are full."""
-    return sum(speed.service_s(one) for one in trace) / speed.places
+    """Return a lower bound on replica-seconds: the total work, on replicas that start instantly and are never idle."""
+    return sum(speed.service_s(one) for one in trace) / speed.slots

@@ -1,4 +1,4 @@
-"""A place where one replica runs, with the relay before it; the same on this machine and on a node of a cluster."""
+"""Run one replica, and the relay in front of it, on the machine of this process."""
 
 from __future__ import annotations
 
@@ -17,58 +17,58 @@ from powerband.runtime.ports import Port
 from powerband.runtime.process import Process
 from powerband.serve import relay
 
-_FAREWELL_S = 0.2  # for the relay to end the streams of a replica that died
+_RELAY_FLUSH_S = 0.2  # time for the relay to end the open streams of a replica that died
 
 
 @dataclass(frozen=True)
 class RunningReplica:
-    """A replica that answers."""
+    """A replica that is ready for requests."""
 
-    address: str
-    engine: str  # its own URL, behind the relay
+    address: str  # of the relay, or of the engine where there is no relay
+    engine_url: str
     pid: int | None
-    ended: Callable[[], Awaitable[None]]  # returns, or raises why, when it is gone
-    gauges: Callable[[], Awaitable[dict[str, float]]]  # what the engine counts itself
+    wait_ended: Callable[[], Awaitable[None]]  # returns, or raises the cause, when the replica ends
+    gauges: Callable[[], Awaitable[dict[str, float]]]  # the engine's own metrics
 
 
 @contextlib.asynccontextmanager
 async def run_replica(
     data: dict[str, Any], directory: Path, *, host: str = "127.0.0.1", port: int | None = None
 ) -> AsyncIterator[RunningReplica]:
-    """Start a replica of a deployment, and yield it once it answers: at that port again, if nobody took it."""
+    """Start a replica of a deployment, and yield it once it is ready; on the given port if that is free."""
     directory.mkdir(parents=True, exist_ok=True)
     prepared = await asyncio.to_thread(local.prepare, engines.deployment_of(data))
     async with contextlib.AsyncExitStack() as stack:
         replica = await stack.enter_async_context(local.launch(prepared, directory=directory))
-        answering, before = replica.port, None
-        assert answering is not None
+        listen_port, relay_process = replica.port, None
+        assert listen_port is not None
         if relay.compiled():
-            own = stack.enter_context(_reserved(host, port))
-            before = Process(relay.command(host, own.number, answering), log=directory / "relay.log")
-            await stack.enter_async_context(before)
-            await _listening(host, own.number)
-            answering = own.number
+            reserved = stack.enter_context(_reserve(host, port))
+            command = relay.command(host, reserved.number, listen_port)
+            relay_process = await stack.enter_async_context(Process(command, log=directory / "relay.log"))
+            await _wait_listening(host, reserved.number)
+            listen_port = reserved.number
 
-        async def ended() -> None:
-            await _first([replica.watch(), *([before.ended.wait()] if before else [])])
+        async def wait_ended() -> None:
+            await _wait_first([replica.watch(), *([relay_process.exited.wait()] if relay_process else [])])
 
         async def gauges() -> dict[str, float]:
             return (await replica.gauges()).model_dump(exclude_none=True)
 
         pid = replica.process.pid if replica.process else None
-        yield RunningReplica(f"{host}:{answering}", replica.url, pid, ended, gauges)
-        await asyncio.sleep(_FAREWELL_S)
+        yield RunningReplica(f"{host}:{listen_port}", replica.url, pid, wait_ended, gauges)
+        await asyncio.sleep(_RELAY_FLUSH_S)
 
 
-def _reserved(host: str, number: int | None) -> Port:
+def _reserve(host: str, number: int | None) -> Port:
     if number is not None:
         with contextlib.suppress(InputError):
             return ports.reserve(host, number)
     return ports.reserve(host)
 
 
-async def _listening(host: str, port: int) -> None:
-    """Return once somebody takes connections there."""
+async def _wait_listening(host: str, port: int) -> None:
+    """Return once the port accepts connections."""
     while True:
         try:
             _, writer = await asyncio.open_connection(host, port)
@@ -79,9 +79,9 @@ async def _listening(host: str, port: int) -> None:
             return
 
 
-async def _first(ends: list[Any]) -> None:
-    """Wait for the first of several ends, and raise what it raised."""
-    tasks = [asyncio.ensure_future(one) for one in ends]
+async def _wait_first(awaitables: list[Any]) -> None:
+    """Wait until the first of several awaitables is done, and raise its exception, if any."""
+    tasks = [asyncio.ensure_future(one) for one in awaitables]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for one in done:

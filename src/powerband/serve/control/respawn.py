@@ -1,4 +1,4 @@
-"""Keep a helper of the fleet alive: run it, and run it again whenever it ends."""
+"""Run a process, and restart it whenever it exits."""
 
 from __future__ import annotations
 
@@ -11,30 +11,33 @@ from pathlib import Path
 from powerband.core.engine import Command
 from powerband.runtime.process import Process
 
-_FIRST_PAUSE_S, _SETTLED_S = 0.05, 10.0
+_MIN_BACKOFF_S, _BACKOFF_RESET_S = 0.05, 10.0
 
 
 async def respawn(
     command: Command,
     *,
     log: Path,
-    longest_pause_s: float,
+    max_backoff_s: float,
     grace_s: float = 3.0,
-    use: Callable[[], Awaitable[None]] | None = None,
+    while_running: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Run a command for ever, and beside it whatever uses it; who ends soon after its start waits longer each time."""
-    pause_s = _FIRST_PAUSE_S
+    """Run a command until cancelled; restart it with exponential back-off.
+
+    `while_running` is started with each process and cancelled when that process exits.
+    """
+    backoff_s = _MIN_BACKOFF_S
     while True:
         began = time.monotonic()
         async with Process(command, log=log, grace_s=grace_s) as process:
-            using = asyncio.ensure_future(use()) if use else None
+            companion = asyncio.ensure_future(while_running()) if while_running else None
             try:
-                await process.ended.wait()
+                await process.exited.wait()
             finally:
-                if using:
-                    using.cancel()
+                if companion:
+                    companion.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
-                        await using
-        settled = time.monotonic() - began > _SETTLED_S
-        pause_s = _FIRST_PAUSE_S if settled else min(2 * pause_s, longest_pause_s)
-        await asyncio.sleep(pause_s)
+                        await companion
+        settled = time.monotonic() - began > _BACKOFF_RESET_S
+        backoff_s = _MIN_BACKOFF_S if settled else min(2 * backoff_s, max_backoff_s)
+        await asyncio.sleep(backoff_s)

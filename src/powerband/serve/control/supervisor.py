@@ -1,8 +1,10 @@
-"""The supervisor: keeps a fleet's replicas, its picker and its Envoy alive, and tells each of the others.
+"""The supervisor: starts a fleet's replicas, picker and Envoy, restarts them when they die, and scales the replicas.
 
     python -m powerband.serve.control.supervisor FOLDER
 
-Everything that it starts dies with it. The folder holds `order.json`, and says in `status.json` how things are.
+It reads `spec.json` in the folder (the desired state) and writes `status.json` (the actual state). It sends the picker
+the list of endpoints over `control.sock`, and accepts rollout commands on `supervisor.sock`. All processes that it
+starts end with it.
 """
 
 from __future__ import annotations
@@ -31,58 +33,62 @@ from powerband.serve.control.respawn import respawn
 from powerband.serve.spec import FleetSpec, ModelSpec
 from powerband.store import runs
 
-_TICK_S, _PATIENCE_S = 0.25, 5.0
-_DRAIN_S, _GAUGES_S = 600.0, 2.0
+_TICK_S, _ENVOY_RELOAD_TIMEOUT_S = 0.25, 5.0
+_DRAIN_TIMEOUT_S, _GAUGES_INTERVAL_S = 600.0, 2.0
 
 
 class Supervisor:
-    """A fleet, from its first replica to its last."""
+    """Runs one fleet until it is stopped."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.order = FleetSpec.read(folder)
-        self.seats: dict[str, ReplicaSlot] = {}
-        self.summary: dict[str, Any] = {}
+        self.spec = FleetSpec.read(folder)
+        self.slots: dict[str, ReplicaSlot] = {}
+        self.summary: dict[str, Any] = {}  # the picker's last report
         self.stopping = asyncio.Event()
         self.changed = asyncio.Event()
         self._picker: asyncio.StreamWriter | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._numbers = dict.fromkeys(self.order.parts, 0)
-        self._scalers = {name: Autoscaler(part.policy()) for name, part in self.order.parts.items() if part.scales}
-        self._reachable: set[str] = set()
-        self._on_trial: dict[str, tuple[ModelSpec, float]] = {}  # recipes beside the ones in use, and their share
+        self._last_numbers = dict.fromkeys(self.spec.models, 0)
+        self._autoscalers = {
+            name: Autoscaler(model_spec.scaling_policy())
+            for name, model_spec in self.spec.models.items()
+            if model_spec.scales
+        }
+        self._reachable: set[str] = set()  # addresses that Envoy knows
+        self._canaries: dict[str, tuple[ModelSpec, float]] = {}  # by model: the canary's spec and its weight
 
     async def run(self) -> None:
-        """Serve until told to stop; then let every answer come to its end."""
-        if self.order.cluster:
-            await asyncio.to_thread(ray_cluster.connect, self.order.cluster)
+        """Serve until `stopping` is set; then finish the running requests, and stop everything."""
+        if self.spec.cluster:
+            await asyncio.to_thread(ray_cluster.connect, self.spec.cluster)
         self._write_configuration()
-        for name, part in self.order.parts.items():
-            for _ in range(part.replicas):
-                self._add(name, part)
-            self._balance(name, part.replicas)
+        for name, model_spec in self.spec.models.items():
+            for _ in range(model_spec.replicas):
+                self._add(name, model_spec)
+            self._reconcile(name, model_spec.replicas)
         helpers = [
-            asyncio.create_task(self._keep("picker", self._picker_command(), self._talk)),
-            asyncio.create_task(self._keep("envoy", self._envoy_command())),
-            asyncio.create_task(self._publish()),
+            asyncio.create_task(self._respawn("picker", self._picker_command(), self._exchange_with_picker)),
+            asyncio.create_task(self._respawn("envoy", self._envoy_command())),
+            asyncio.create_task(self._publish_changes()),
             asyncio.create_task(self._tick()),
-            asyncio.create_task(self._hear()),
+            asyncio.create_task(self._serve_control()),
             asyncio.create_task(self._read_gauges()),
         ]
         stopped = asyncio.create_task(self.stopping.wait())
         done, _ = await asyncio.wait([*helpers, stopped], return_when=asyncio.FIRST_COMPLETED)
         for one in done - {stopped}:
-            one.result()  # a fault of ours
-        await asyncio.gather(*(self._retire(seat) for seat in list(self.seats.values())))
+            one.result()  # a helper never returns: raise its exception
+        await asyncio.gather(*(self._retire(slot) for slot in list(self.slots.values())))
         for one in helpers:
             one.cancel()
         await asyncio.gather(*helpers, return_exceptions=True)
 
     def _write_configuration(self) -> None:
         settings = envoy.bootstrap(
-            host=self.order.host,
-            port=self.order.port,
-            admin_port=self.order.admin_port,
+            host=self.spec.host,
+            port=self.spec.port,
+            admin_port=self.spec.admin_port,
             picker=self.folder / "picker.sock",
             endpoints=self.folder / "endpoints" / "replicas.json",
         )
@@ -92,95 +98,108 @@ class Supervisor:
     def _write_endpoints(self, addresses: set[str]) -> None:
         runs.write_atomic(self.folder / "endpoints" / "replicas.json", envoy.endpoints(addresses))
 
-    def _add(self, name: str, part: ModelSpec, *, warm: bool = False) -> None:
-        self._numbers[name] += 1
-        number, afar = self._numbers[name], bool(self.order.cluster)
-        seat = ReplicaSlot(f"{name}-{number}", name, part, self.folder, afar=afar, on_change=self.changed.set)
-        seat.warm = warm
-        self.seats[seat.name] = seat
-        self._spawn(seat.run())
+    def _add(self, name: str, model_spec: ModelSpec, *, warm: bool = False) -> None:
+        self._last_numbers[name] += 1
+        slot = ReplicaSlot(
+            f"{name}-{self._last_numbers[name]}",
+            name,
+            model_spec,
+            self.folder,
+            on_ray=bool(self.spec.cluster),
+            on_change=self.changed.set,
+        )
+        slot.warm = warm
+        self.slots[slot.name] = slot
+        self._spawn(slot.run())
 
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _retire(self, seat: ReplicaSlot) -> None:
-        """Send a replica nothing more, wait for what it is answering, and stop it."""
-        seat.draining = True
+    async def _retire(self, slot: ReplicaSlot) -> None:
+        """Drain a replica and stop it: no new requests, wait for the running ones, stop."""
+        slot.draining = True
         self.changed.set()
-        until = time.monotonic() + _DRAIN_S
+        until = time.monotonic() + _DRAIN_TIMEOUT_S
         await asyncio.sleep(2 * _TICK_S)
-        while self._running(seat) and time.monotonic() < until:
+        while self._running(slot) and time.monotonic() < until:
             await asyncio.sleep(_TICK_S)
-        await seat.stop()
-        self.seats.pop(seat.name, None)
+        await slot.stop()
+        self.slots.pop(slot.name, None)
         self.changed.set()
 
-    def _running(self, seat: ReplicaSlot) -> int:
-        pool = self.summary.get("pools", {}).get(seat.pool, {})
-        return int(pool.get("running", {}).get(seat.name, 0)) if seat.replica else 0
+    def _running(self, slot: ReplicaSlot) -> int:
+        pool = self.summary.get("pools", {}).get(slot.pool, {})
+        return int(pool.get("running", {}).get(slot.name, 0)) if slot.replica else 0
 
-    async def _publish(self) -> None:
-        """Tell Envoy and the picker of every change; the picker sends nobody where Envoy does not know the way."""
+    async def _publish_changes(self) -> None:
+        """Send every change of the replicas to Envoy and the picker.
+
+        Envoy learns new addresses before the picker and forgets old ones after it, so the picker only ever names
+        addresses that Envoy can reach.
+        """
         while True:
             await self.changed.wait()
             self.changed.clear()
-            there = {seat.address for seat in self.seats.values() if seat.address}
-            if there - self._reachable:
-                self._write_endpoints(there | self._reachable)
-                await self._until_reachable(there)
-            self._tell()
-            if self._reachable - there:
-                self._write_endpoints(there)
-            self._reachable = there
+            addresses = {slot.address for slot in self.slots.values() if slot.address}
+            if addresses - self._reachable:
+                self._write_endpoints(addresses | self._reachable)
+                await self._wait_reachable(addresses)
+            self._push_state()
+            if self._reachable - addresses:
+                self._write_endpoints(addresses)
+            self._reachable = addresses
 
-    async def _until_reachable(self, addresses: set[str]) -> None:
-        """Wait until Envoy has read the file."""
-        until = time.monotonic() + _PATIENCE_S
+    async def _wait_reachable(self, addresses: set[str]) -> None:
+        """Wait until Envoy has loaded the endpoints file."""
+        until = time.monotonic() + _ENVOY_RELOAD_TIMEOUT_S
         async with httpx.AsyncClient(trust_env=False) as http:
             while time.monotonic() < until:
                 with contextlib.suppress(httpx.HTTPError):
-                    known = (await http.get(f"http://127.0.0.1:{self.order.admin_port}/clusters", timeout=1)).text
+                    known = (await http.get(f"http://127.0.0.1:{self.spec.admin_port}/clusters", timeout=1)).text
                     if all(f"replicas::{one}::" in known for one in addresses):
                         return
                 await asyncio.sleep(0.02)
 
-    def _tell(self) -> None:
+    def _push_state(self) -> None:
+        """Send the picker the models, their endpoints and the canary weights."""
         if self._picker is None:
             return
-        backends: dict[str, list[dict[str, Any]]] = {name: [] for name in self.order.parts}
-        for seat in self.seats.values():
-            if seat.address:
-                backends[seat.pool].append(
+        endpoints: dict[str, list[dict[str, Any]]] = {name: [] for name in self.spec.models}
+        for slot in self.slots.values():
+            if slot.address:
+                endpoints[slot.pool].append(
                     {
-                        "name": seat.name,
-                        "address": seat.address,
-                        "most": seat.part.in_flight,
-                        "ready": not seat.draining and not seat.warm,
-                        "recipe": seat.part.recipe,
-                        "canary": seat.pool in self._on_trial and seat.part is self._on_trial[seat.pool][0],
+                        "name": slot.name,
+                        "address": slot.address,
+                        "max_in_flight": slot.model_spec.in_flight,
+                        "ready": not slot.draining and not slot.warm,
+                        "recipe": slot.model_spec.recipe,
+                        "canary": slot.pool in self._canaries and slot.model_spec is self._canaries[slot.pool][0],
                     }
                 )
-        told = {
-            "parts": {name: dataclasses.asdict(part) for name, part in self.order.parts.items()},
-            "backends": backends,
-            "shares": {name: share for name, (_, share) in self._on_trial.items()},
+        state = {
+            "models": {name: dataclasses.asdict(model_spec) for name, model_spec in self.spec.models.items()},
+            "endpoints": endpoints,
+            "canary_weights": {name: weight for name, (_, weight) in self._canaries.items()},
         }
-        self._picker.write(json.dumps(told).encode() + b"\n")
+        self._picker.write(json.dumps(state).encode() + b"\n")
 
-    async def _keep(self, name: str, command: Command, use: Callable[[], Awaitable[None]] | None = None) -> None:
-        await respawn(command, log=self.folder / f"{name}.log", longest_pause_s=2.0, use=use)
+    async def _respawn(
+        self, name: str, command: Command, while_running: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        await respawn(command, log=self.folder / f"{name}.log", max_backoff_s=2.0, while_running=while_running)
 
     def _picker_command(self) -> Command:
         return Command(argv=(sys.executable, "-m", "powerband.serve.router.picker", str(self.folder)))
 
     def _envoy_command(self) -> Command:
-        options = ("--disable-hot-restart", "--concurrency", str(self.order.threads), "--log-level", "warning")
+        options = ("--disable-hot-restart", "--concurrency", str(self.spec.threads), "--log-level", "warning")
         return Command(argv=(envoy.program(), "-c", str(self.folder / "envoy.json"), *options))
 
-    async def _talk(self) -> None:
-        """Hear from the picker how things are, as long as it lives."""
+    async def _exchange_with_picker(self) -> None:
+        """Connect to the picker, send it the state, and read its reports until it exits."""
         while True:
             try:
                 reader, self._picker = await asyncio.open_unix_connection(self.folder / "control.sock", limit=2**24)
@@ -188,7 +207,7 @@ class Supervisor:
             except OSError:
                 await asyncio.sleep(0.02)
         self.changed.set()
-        self._tell()
+        self._push_state()
         try:
             while line := await reader.readline():
                 self.summary = json.loads(line)
@@ -196,24 +215,24 @@ class Supervisor:
             self._picker = None
 
     async def _read_gauges(self) -> None:
-        """Ask the engines what they count, and pass it on to the picker, which shows it."""
+        """Read the engines' metrics and send them to the picker, which exports them."""
         while True:
-            await asyncio.gather(*(seat.read_gauges() for seat in list(self.seats.values())))
+            await asyncio.gather(*(slot.read_gauges() for slot in list(self.slots.values())))
             if self._picker:
-                used = [seat.pool for seat in self.seats.values() if not seat.warm]
-                wanted = {name: used.count(name) for name in self.order.parts}
-                told = {"replicas": [seat.status() for seat in self.seats.values()], "wanted": wanted}
-                self._picker.write(json.dumps(told).encode() + b"\n")
-            await asyncio.sleep(_GAUGES_S)
+                in_use = [slot.pool for slot in self.slots.values() if not slot.warm]
+                wanted = {name: in_use.count(name) for name in self.spec.models}
+                state = {"replicas": [slot.status() for slot in self.slots.values()], "wanted": wanted}
+                self._picker.write(json.dumps(state).encode() + b"\n")
+            await asyncio.sleep(_GAUGES_INTERVAL_S)
 
-    async def _hear(self) -> None:
-        """Take orders about recipes, one on each connection."""
+    async def _serve_control(self) -> None:
+        """Accept rollout commands on `supervisor.sock`, one per connection."""
 
-        async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def serve_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
-                told = json.loads(await reader.readline())
+                command = json.loads(await reader.readline())
                 try:
-                    answer = await self._obey(told)
+                    answer = await self._handle_command(command)
                 except PowerbandError as error:
                     answer = {"error": error.message, "hint": error.hint}
                 writer.write(json.dumps(answer).encode() + b"\n")
@@ -223,109 +242,114 @@ class Supervisor:
 
         path = self.folder / "supervisor.sock"
         path.unlink(missing_ok=True)
-        async with await asyncio.start_unix_server(take, path) as server:
+        async with await asyncio.start_unix_server(serve_connection, path) as server:
             await server.serve_forever()
 
-    async def _obey(self, told: dict[str, Any]) -> dict[str, Any]:
-        """Put a recipe on trial, put it in the place of the old one, or give it up."""
-        name = told["model"]
-        if told["do"] == "try":
-            part = ModelSpec.of(told["part"])
-            self._on_trial[name] = (part, told["share"])
-            for _ in range(told["replicas"]):
-                self._add(name, part)
-            return {"tried": part.recipe}
-        if told["do"] == "share":
-            self._on_trial[name] = (self._on_trial[name][0], told["share"])
+    async def _handle_command(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Start a canary, set its weight, promote it, or roll it back."""
+        name, action = command["model"], command["action"]
+        if action == "start_canary":
+            model_spec = ModelSpec.from_data(command["model_spec"])
+            self._canaries[name] = (model_spec, command["canary_weight"])
+            for _ in range(command["replicas"]):
+                self._add(name, model_spec)
+            return {"canary": model_spec.recipe}
+        if action == "set_canary_weight":
+            self._canaries[name] = (self._canaries[name][0], command["canary_weight"])
             self.changed.set()
-            return {"share": told["share"]}
-        part, _ = self._on_trial.pop(name)
-        others = [
-            one for one in self.seats.values() if one.pool == name and (one.part is part) != (told["do"] == "promote")
+            return {"canary_weight": command["canary_weight"]}
+        promote = action == "promote"
+        model_spec, _ = self._canaries.pop(name)
+        obsolete = [
+            one for one in self.slots.values() if one.pool == name and (one.model_spec is model_spec) != promote
         ]
-        if told["do"] == "promote":
-            fresh = [one for one in self.seats.values() if one.pool == name and one.part is part]
-            for _ in range(max(0, part.replicas - len(fresh))):
-                self._add(name, part)
-            while not all(one.address for one in self.seats.values() if one.part is part):
+        if promote:
+            canaries = [one for one in self.slots.values() if one.pool == name and one.model_spec is model_spec]
+            for _ in range(max(0, model_spec.replicas - len(canaries))):
+                self._add(name, model_spec)
+            while not all(one.address for one in self.slots.values() if one.model_spec is model_spec):
                 await asyncio.sleep(_TICK_S)
-            self.order = self.order.with_part(part)
-            self.order.write(self.folder)
-            if name in self._scalers:
-                self._scalers[name].policy = part.policy()
-        await asyncio.gather(*(self._retire(one) for one in others))
-        return {"serving": self.order.parts[name].recipe}
+            self.spec = self.spec.with_model(model_spec)
+            self.spec.write(self.folder)
+            if name in self._autoscalers:
+                self._autoscalers[name].policy = model_spec.scaling_policy()
+        await asyncio.gather(*(self._retire(one) for one in obsolete))
+        return {"serving": self.spec.models[name].recipe}
 
     async def _tick(self) -> None:
-        """Scale, reload keys, and say how things are."""
-        keys = _changed_at(self.order.tenants)
+        """Periodically scale, make the picker reload a changed tenants file, and write `status.json`."""
+        tenants_changed_at = _changed_at(self.spec.tenants)
         while True:
-            for name, part in self.order.parts.items():
-                if name not in self._on_trial and not self.stopping.is_set():
-                    self._balance(name, self._wanted(name) if part.scales else part.replicas)
-            if (now := _changed_at(self.order.tenants)) != keys and self._picker:
-                keys = now
-                self._picker.write(json.dumps({"tenants": self.order.tenants}).encode() + b"\n")
+            for name, model_spec in self.spec.models.items():
+                if name not in self._canaries and not self.stopping.is_set():
+                    self._reconcile(name, self._desired_replicas(name) if model_spec.scales else model_spec.replicas)
+            if (now := _changed_at(self.spec.tenants)) != tenants_changed_at and self._picker:
+                tenants_changed_at = now
+                self._picker.write(json.dumps({"tenants": self.spec.tenants}).encode() + b"\n")
             runs.write_atomic(self.folder / "status.json", json.dumps(self.status()))
             await asyncio.sleep(_TICK_S)
 
-    def _wanted(self, name: str) -> int:
-        """Return how many replicas should be in use."""
-        scaler, pool = self._scalers[name], self.summary.get("pools", {}).get(name)
-        used, warm = self._own(name)
+    def _desired_replicas(self, name: str) -> int:
+        """Return how many replicas the autoscaler wants in use."""
+        autoscaler, pool = self._autoscalers[name], self.summary.get("pools", {}).get(name)
+        in_use, warm = self._slots_of(name)
         if pool is None:
-            return len(used)
+            return len(in_use)
         if any(one.address for one in warm):
-            scaler.policy = dataclasses.replace(scaler.policy, start_s=_TICK_S)
-        elif starts := [one.start_s for one in used if one.start_s]:
-            scaler.policy = dataclasses.replace(scaler.policy, start_s=max(starts))  # as it was measured here
-        seen = FleetSnapshot(
+            autoscaler.policy = dataclasses.replace(autoscaler.policy, start_s=_TICK_S)
+        elif starts := [one.start_s for one in in_use if one.start_s]:
+            autoscaler.policy = dataclasses.replace(autoscaler.policy, start_s=max(starts))  # as measured here
+        snapshot = FleetSnapshot(
             at_s=time.monotonic(),
-            ready=sum(one.address is not None for one in used),
-            starting=sum(one.address is None for one in used),
+            ready=sum(one.address is not None for one in in_use),
+            starting=sum(one.address is None for one in in_use),
             waiting=pool["depth"],
             running=sum(pool["running"].values()),
             arrived=pool["arrived"],
         )
-        return scaler.wanted(seen)
+        return autoscaler.desired_replicas(snapshot)
 
-    def _own(self, name: str) -> tuple[list[ReplicaSlot], list[ReplicaSlot]]:
-        """Return the seats of a model's recipe: those in use, and the warm ones."""
-        own = [one for one in self.seats.values() if one.part is self.order.parts[name] and not one.draining]
-        return [one for one in own if not one.warm], [one for one in own if one.warm]
+    def _slots_of(self, name: str) -> tuple[list[ReplicaSlot], list[ReplicaSlot]]:
+        """Return the slots of a model's recipe that are not draining: those in use, and the warm ones."""
+        slots = [one for one in self.slots.values() if one.model_spec is self.spec.models[name] and not one.draining]
+        return [one for one in slots if not one.warm], [one for one in slots if one.warm]
 
-    def _balance(self, name: str, wanted: int) -> None:
-        """Have so many replicas in use, and the warm ones beside them; one of these takes the place of a dead one."""
-        part = self.order.parts[name]
-        used, warm = self._own(name)
-        missing = max(0, wanted - sum(one.address is not None for one in used))
-        for seat in [one for one in warm if one.address][:missing]:
-            seat.warm = False
+    def _reconcile(self, name: str, desired: int) -> None:
+        """Start, activate and retire replicas until `desired` are in use, with the warm ones of the spec on top.
+
+        A ready warm replica replaces one that is missing or not ready.
+        """
+        model_spec = self.spec.models[name]
+        in_use, warm = self._slots_of(name)
+        missing = max(0, desired - sum(one.address is not None for one in in_use))
+        for slot in [one for one in warm if one.address][:missing]:
+            slot.warm = False
             self.changed.set()
-        used, warm = self._own(name)
-        for _ in range(wanted - len(used)):
-            self._add(name, part)
-        room = min(part.warm, max(0, (part.max_replicas or wanted + part.warm) - wanted)) - len(warm)
-        idlest = sorted(used, key=lambda one: (one.address is not None, self._running(one)))
-        for seat in idlest[: max(0, len(used) - wanted)]:
-            if room > 0:
-                seat.warm, room = True, room - 1
+        in_use, warm = self._slots_of(name)
+        for _ in range(desired - len(in_use)):
+            self._add(name, model_spec)
+        max_replicas = model_spec.max_replicas or desired + model_spec.warm
+        missing_warm = min(model_spec.warm, max(0, max_replicas - desired)) - len(warm)
+        least_busy = sorted(in_use, key=lambda one: (one.address is not None, self._running(one)))
+        for slot in least_busy[: max(0, len(in_use) - desired)]:
+            if missing_warm > 0:
+                slot.warm, missing_warm = True, missing_warm - 1
                 self.changed.set()
             else:
-                self._spawn(self._retire(seat))
-        for _ in range(room):
-            self._add(name, part, warm=True)
-        for seat in warm[: max(0, -room)]:
-            self._spawn(self._retire(seat))
+                self._spawn(self._retire(slot))
+        for _ in range(missing_warm):
+            self._add(name, model_spec, warm=True)
+        for slot in warm[: max(0, -missing_warm)]:
+            self._spawn(self._retire(slot))
 
     def status(self) -> dict[str, Any]:
-        """Return how things are."""
+        """Return the content of `status.json`."""
         return {
-            "url": f"http://{self.order.host}:{self.order.port}",
+            "url": f"http://{self.spec.host}:{self.spec.port}",
             "pid": os.getpid(),
             "at": time.time(),
             "picker": self._picker is not None,
-            "replicas": [seat.status() for seat in self.seats.values()],
+            "replicas": [slot.status() for slot in self.slots.values()],
             **self.summary,
         }
 

@@ -1,4 +1,4 @@
-"""Who asks, how much they may, and what they used."""
+"""Authentication, rate limits and usage of tenants."""
 
 from __future__ import annotations
 
@@ -8,97 +8,99 @@ import secrets
 from dataclasses import dataclass
 
 from powerband.core.fleet import Tenant, Tenants
-from powerband.serve.router.requests import Refused
+from powerband.serve.router.requests import RequestRejected
 
-ANYBODY = "anybody"
+ANONYMOUS = "anybody"  # the tenant of every request if the fleet has no tenants file
 _PREFIX = "pb-"
 
 
 def new_key() -> tuple[str, str]:
-    """Return an API key, and the hash by which it is known."""
+    """Return a new API key and its hash for tenants.yaml."""
     key = _PREFIX + secrets.token_urlsafe(32)
-    return key, hashed(key)
+    return key, hash_key(key)
 
 
-def hashed(key: str) -> str:
-    """Return the hash of a key: it is long and random, so no slow hash is needed."""
+def hash_key(key: str) -> str:
+    """Return the SHA-256 of a key: keys are long and random, so no slow hash is needed."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 @dataclass(slots=True)
 class TenantUsage:
-    """What a tenant used."""
+    """Requests, tokens and cost of one tenant, and its rate limiter (a token bucket)."""
 
     requests: int = 0
-    refused: int = 0
+    rejected: int = 0
     running: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     usd: float = 0.0
-    _allowance: float | None = None
-    _as_of_s: float = 0.0
+    _bucket: float | None = None  # requests allowed at _bucket_as_of_s
+    _bucket_as_of_s: float = 0.0
 
-    def allowed_after_s(self, tenant: Tenant, now_s: float) -> float:
-        """Return after how many seconds another request is within the rate, and count it where that is now."""
+    def acquire(self, tenant: Tenant, now_s: float) -> float:
+        """Take one request from the rate limit and return 0, or return the seconds until one is available."""
         if tenant.rate_per_s is None:
             return 0.0
-        if self._allowance is None:
-            self._allowance, self._as_of_s = float(tenant.burst), now_s
-        grown = self._allowance + (now_s - self._as_of_s) * tenant.rate_per_s
-        self._allowance, self._as_of_s = min(float(tenant.burst), grown), now_s
-        if self._allowance >= 1:
-            self._allowance -= 1
+        if self._bucket is None:
+            self._bucket, self._bucket_as_of_s = float(tenant.burst), now_s
+        refilled = self._bucket + (now_s - self._bucket_as_of_s) * tenant.rate_per_s
+        self._bucket, self._bucket_as_of_s = min(float(tenant.burst), refilled), now_s
+        if self._bucket >= 1:
+            self._bucket -= 1
             return 0.0
-        return (1 - self._allowance) / tenant.rate_per_s
+        return (1 - self._bucket) / tenant.rate_per_s
 
 
 class Admission:
-    """Who comes in."""
+    """Authenticates requests and enforces the limits of tenants."""
 
     def __init__(self, tenants: Tenants | None) -> None:
-        self.accounts: dict[str, TenantUsage] = {}
-        self.admit(tenants)
+        self.usage: dict[str, TenantUsage] = {}
+        self.load(tenants)
 
-    def admit(self, tenants: Tenants | None) -> None:
-        """Take another list of tenants; accounts stay."""
+    def load(self, tenants: Tenants | None) -> None:
+        """Replace the list of tenants; usage is kept."""
         self.tenants = tenants.tenants if tenants else None
         self._by_hash = {one.key_sha256: name for name, one in (self.tenants or {}).items()}
 
-    def known(self, authorization: str) -> str:
-        """Return the tenant whose key it is, or refuse."""
+    def authenticate(self, authorization: str) -> str:
+        """Return the tenant of an Authorization header; raise RequestRejected (401) if the key is unknown."""
         if self.tenants is None:
-            return ANYBODY
+            return ANONYMOUS
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key:
-            raise Refused(401, "an API key is needed: 'Authorization: Bearer KEY'", code="key_missing")
-        found = hashed(key.strip())
-        name = self._by_hash.get(found)
-        if name is None or not hmac.compare_digest(self.tenants[name].key_sha256, found):
-            raise Refused(401, "the API key is not known", code="invalid_api_key")
+            raise RequestRejected(401, "no API key: send the header 'Authorization: Bearer KEY'", code="key_missing")
+        digest = hash_key(key.strip())
+        name = self._by_hash.get(digest)
+        if name is None or not hmac.compare_digest(self.tenants[name].key_sha256, digest):
+            raise RequestRejected(401, "unknown API key", code="invalid_api_key")
         return name
 
     def tenant(self, name: str) -> Tenant | None:
-        """Return a tenant's limits; None: there are none."""
+        """Return a tenant's limits, or None if it has none."""
         return (self.tenants or {}).get(name)
 
-    def account(self, name: str) -> TenantUsage:
-        """Return what a tenant used so far."""
-        return self.accounts.setdefault(name, TenantUsage())
+    def usage_of(self, name: str) -> TenantUsage:
+        """Return the usage of a tenant since the picker started."""
+        return self.usage.setdefault(name, TenantUsage())
 
-    def enter(self, name: str, model: str, now_s: float) -> TenantUsage:
-        """Let one request in, or refuse it."""
-        account, tenant = self.account(name), self.tenant(name)
-        account.requests += 1
+    def admit(self, name: str, model: str, now_s: float) -> TenantUsage:
+        """Count one request of a tenant as running; raise RequestRejected if it exceeds a limit."""
+        usage, tenant = self.usage_of(name), self.tenant(name)
+        usage.requests += 1
         try:
             if tenant:
                 if tenant.models and model not in tenant.models:
-                    raise Refused(403, f"{model} is not among the models of {name}", code="model_not_allowed")
-                if tenant.in_flight is not None and account.running >= tenant.in_flight:
-                    raise Refused(429, "too many requests at once", code="in_flight_limit", retry_after_s=1.0)
-                if (wait := account.allowed_after_s(tenant, now_s)) > 0:
-                    raise Refused(429, "too many requests per second", code="rate_limit", retry_after_s=wait)
-        except Refused:
-            account.refused += 1
+                    raise RequestRejected(403, f"tenant {name} may not use model {model}", code="model_not_allowed")
+                if tenant.in_flight is not None and usage.running >= tenant.in_flight:
+                    message = f"too many concurrent requests (limit {tenant.in_flight})"
+                    raise RequestRejected(429, message, code="in_flight_limit", retry_after_s=1.0)
+                if (wait_s := usage.acquire(tenant, now_s)) > 0:
+                    message = f"too many requests (limit {tenant.rate_per_s:g} per second)"
+                    raise RequestRejected(429, message, code="rate_limit", retry_after_s=wait_s)
+        except RequestRejected:
+            usage.rejected += 1
             raise
-        account.running += 1
-        return account
+        usage.running += 1
+        return usage

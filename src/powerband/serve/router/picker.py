@@ -1,8 +1,8 @@
-"""The picker: a process that Envoy asks once for each request (ext_proc) and tells of its end (access log).
+"""The picker process: Envoy calls it once per request (ext_proc) and reports the end of each request (access log).
 
     python -m powerband.serve.router.picker FOLDER
 
-The folder holds `order.json`; the supervisor speaks through `control.sock` in it, Envoy through `picker.sock`.
+FOLDER contains `spec.json`, `picker.sock` for Envoy and `control.sock` for the supervisor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from powerband.core.fleet import Tenants
 from powerband.errors import PowerbandError
 from powerband.serve import envoy, openapi
 from powerband.serve.router import requests, tracing
-from powerband.serve.router.requests import Refused
+from powerband.serve.router.requests import RequestRejected
 from powerband.serve.router.scheduler import RequestContext, RequestOutcome, RequestScheduler, RoutingDecision
 from powerband.serve.router.telemetry import Telemetry
 from powerband.serve.router.tracing import Tracer
@@ -37,82 +37,84 @@ from powerband.serve.spec import FleetSpec, ModelSpec
 from powerband.store import documents
 
 _OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
-_EXPIRE_S, _TELL_S = 0.02, 0.25
+_EXPIRE_INTERVAL_S, _SUMMARY_INTERVAL_S = 0.02, 0.25
 
 
 class Picker(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grpc.AccessLogServiceServicer):  # type: ignore[misc]
-    """What Envoy speaks to."""
+    """Envoy's external processor and access-log service."""
 
-    def __init__(self, desk: RequestScheduler, watch: Telemetry) -> None:
-        self.desk, self.watch = desk, watch
+    def __init__(self, scheduler: RequestScheduler, telemetry: Telemetry) -> None:
+        self.scheduler, self.telemetry = scheduler, telemetry
 
     async def Process(self, stream: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        """Answer for one request: go on, go there, or no."""
+        """Handle one request: authenticate its headers, read its body, and route or reject it."""
         headers: Mapping[str, str] = {}
-        tenant, case, delivered = "", secrets.token_hex(8), True
+        tenant, request_id, delivered = "", secrets.token_hex(8), True
         try:
             async for message in stream:
                 if message.HasField("request_headers"):
                     headers = _headers(message.request_headers.headers)
                     path = headers.get(":path", "").partition("?")[0]
-                    if answer := self._own(path, headers):
+                    if answer := self._serve_locally(path, headers):
                         yield answer
                         return
-                    tenant = self.desk.door.known(headers.get("authorization", ""))
-                    _expect_post(path, headers, ended=message.request_headers.end_of_stream)
-                    yield _go_on(case)
+                    tenant = self.scheduler.admission.authenticate(headers.get("authorization", ""))
+                    _expect_post(path, headers, has_body=not message.request_headers.end_of_stream)
+                    yield _accept_headers(request_id)
                 elif message.HasField("request_body"):
                     body = message.request_body.body
-                    sent, delivered = await self.desk.pick(body, case=case, tenant=tenant, headers=headers), False
-                    yield _there(sent)
+                    decision = await self.scheduler.pick(body, request_id=request_id, tenant=tenant, headers=headers)
+                    delivered = False
+                    yield _route_to(decision)
                     delivered = True
                     return
-        except Refused as no:
-            self.watch.refused(no)
-            yield _immediately(no.status, no.body, retry_after_s=no.retry_after_s)
+        except RequestRejected as error:
+            self.telemetry.count_rejection(error)
+            yield _respond(error.status, error.body, retry_after_s=error.retry_after_s)
         finally:
-            if not delivered:
-                self.desk.end(case, RequestOutcome(status=0))
+            if not delivered:  # Envoy closed the stream before it read the decision
+                self.scheduler.finish(request_id, RequestOutcome(status=0))
 
-    def _own(self, path: str, headers: Mapping[str, str]) -> Any:
-        """Answer what is asked of the fleet itself."""
+    def _serve_locally(self, path: str, headers: Mapping[str, str]) -> Any:
+        """Respond to the paths that the picker serves itself; None for all others."""
         if path == "/health":
-            if not self.desk.healthy():
-                return _immediately(503, b"not every model has a replica that answers", kind="text/plain")
-            return _immediately(200, b'{"status": "ok"}')
+            if not self.scheduler.healthy():
+                return _respond(503, b"not every model has a ready replica", content_type="text/plain")
+            return _respond(200, b'{"status": "ok"}')
         if path == "/metrics":
-            return _immediately(200, self.watch.exposition(self.desk), kind="text/plain; version=0.0.4")
+            return _respond(200, self.telemetry.exposition(self.scheduler), content_type="text/plain; version=0.0.4")
         if path == "/openapi.json":
-            return _immediately(200, json.dumps(openapi.document(version=__version__)).encode())
+            return _respond(200, json.dumps(openapi.document(version=__version__)).encode())
         if path == "/v1/models":
-            tenant = self.desk.door.known(headers.get("authorization", ""))
-            data = [{"id": name, "object": "model", "owned_by": "powerband"} for name in self.desk.models(tenant)]
-            return _immediately(200, json.dumps({"object": "list", "data": data}).encode())
+            tenant = self.scheduler.admission.authenticate(headers.get("authorization", ""))
+            names = self.scheduler.model_names(tenant)
+            data = [{"id": name, "object": "model", "owned_by": "powerband"} for name in names]
+            return _respond(200, json.dumps({"object": "list", "data": data}).encode())
         return None
 
     async def StreamAccessLogs(self, stream: AsyncIterator[Any], context: Any) -> Any:  # noqa: N802
-        """Hear of the end of every request; when Envoy itself ends, so do all that it carried."""
+        """Finish each request that Envoy logs; when Envoy exits, all requests in flight have failed."""
         try:
             async for message in stream:
                 for entry in message.http_logs.log_entry:
-                    if ticket := entry.request.request_headers.get(envoy.TICKET):
-                        self.desk.end(ticket, _ended(entry))
+                    if request_id := entry.request.request_headers.get(envoy.REQUEST_ID):
+                        self.scheduler.finish(request_id, _outcome(entry))
         finally:
-            self.desk.abandon()
+            self.scheduler.fail_in_flight()
         return als_pb2.StreamAccessLogsResponse()
 
 
-def _headers(found: Any) -> dict[str, str]:
-    return {one.key: one.raw_value.decode("latin-1") or one.value for one in found.headers}
+def _headers(message: Any) -> dict[str, str]:
+    return {one.key: one.raw_value.decode("latin-1") or one.value for one in message.headers}
 
 
-def _expect_post(path: str, headers: Mapping[str, str], *, ended: bool) -> None:
+def _expect_post(path: str, headers: Mapping[str, str], *, has_body: bool) -> None:
     if path not in requests.PATHS:
-        raise Refused(404, f"there is no path {path}", code="path_not_found")
+        raise RequestRejected(404, f"there is no path {path}", code="path_not_found")
     if headers.get(":method") != "POST":
-        raise Refused(405, "use POST", code="method_not_allowed")
-    if ended:
-        raise Refused(400, "the body is missing", code="invalid_json")
+        raise RequestRejected(405, f"{path} accepts only POST", code="method_not_allowed")
+    if not has_body:
+        raise RequestRejected(400, "the request has no body", code="invalid_json")
 
 
 def _header(key: str, value: str) -> Any:
@@ -121,34 +123,34 @@ def _header(key: str, value: str) -> Any:
     )
 
 
-def _go_on(case: str) -> Any:
-    """Let the body come. The request has its ticket from now on, so that Envoy tells of its end however it ends."""
+def _accept_headers(request_id: str) -> Any:
+    """Ask for the body. The request id is set now, so that the access log reports the end of every request."""
     mutation = wire.HeaderMutation(
-        remove_headers=(*envoy.OURS, "authorization"), set_headers=[_header(envoy.TICKET, case)]
+        remove_headers=(*envoy.INTERNAL_HEADERS, "authorization"), set_headers=[_header(envoy.REQUEST_ID, request_id)]
     )
     response = wire.CommonResponse(header_mutation=mutation)
     return wire.ProcessingResponse(request_headers=wire.HeadersResponse(response=response))
 
 
-def _there(sent: RoutingDecision) -> Any:
-    """Name the replica, and those to ask where it does not answer."""
-    named = {
-        envoy.DESTINATION: ",".join(sent.addresses),
-        envoy.RECIPE: sent.recipe,
-        envoy.REPLICA: sent.replica,
+def _route_to(decision: RoutingDecision) -> Any:
+    """Send the request to the chosen replica; the other addresses are for Envoy's retries."""
+    values = {
+        envoy.DESTINATION: ",".join(decision.addresses),
+        envoy.RECIPE: decision.recipe,
+        envoy.REPLICA: decision.replica,
     }
-    told = [_header(key, value) for key, value in named.items()]
-    common = wire.CommonResponse(header_mutation=wire.HeaderMutation(set_headers=told))
-    if sent.body is not None:
-        common.body_mutation.body = sent.body
-        common.header_mutation.set_headers.append(_header("content-length", str(len(sent.body))))
+    headers = [_header(key, value) for key, value in values.items()]
+    common = wire.CommonResponse(header_mutation=wire.HeaderMutation(set_headers=headers))
+    if decision.body is not None:
+        common.body_mutation.body = decision.body
+        common.header_mutation.set_headers.append(_header("content-length", str(len(decision.body))))
     return wire.ProcessingResponse(request_body=wire.BodyResponse(response=common))
 
 
-def _immediately(
-    status: int, body: bytes, *, kind: str = "application/json", retry_after_s: float | None = None
+def _respond(
+    status: int, body: bytes, *, content_type: str = "application/json", retry_after_s: float | None = None
 ) -> Any:
-    headers = [_header("content-type", kind)]
+    headers = [_header("content-type", content_type)]
     if retry_after_s is not None:
         headers.append(_header("retry-after", str(max(1, math.ceil(retry_after_s)))))
     return wire.ProcessingResponse(
@@ -160,22 +162,21 @@ def _immediately(
     )
 
 
-def _ended(entry: Any) -> RequestOutcome:
-    """Read an entry of the access log."""
+def _outcome(entry: Any) -> RequestOutcome:
+    """Parse an access-log entry and the metadata that the Lua filter added to it."""
     common = entry.common_properties
-    fields = (
-        common.metadata.filter_metadata[envoy.MARKS].fields if envoy.MARKS in common.metadata.filter_metadata else {}
-    )
-    marks = {name: value.number_value for name, value in fields.items()}
-    began_us = common.start_time.seconds * 1e6 + common.start_time.nanos / 1e3
-    first, last = marks.get("first", 0.0), marks.get("last", 0.0)
+    metadata = common.metadata.filter_metadata
+    fields = metadata[envoy.METADATA].fields if envoy.METADATA in metadata else {}
+    values = {name: value.number_value for name, value in fields.items()}
+    start_us = common.start_time.seconds * 1e6 + common.start_time.nanos / 1e3
+    first_us, last_us = values.get("first", 0.0), values.get("last", 0.0)
     return RequestOutcome(
         status=entry.response.response_code.value,
-        output_tokens=int(marks.get("output", 0) or marks.get("pieces", 0)),
-        prompt_tokens=int(marks.get("prompt", 0)),
-        first_s=(first - began_us) / 1e6 if first else None,
-        last_s=(last - began_us) / 1e6 if last else None,
-        total_s=_seconds(common.time_to_last_downstream_tx_byte),
+        output_tokens=int(values.get("output", 0) or values.get("pieces", 0)),
+        prompt_tokens=int(values.get("prompt", 0)),
+        ttft_s=(first_us - start_us) / 1e6 if first_us else None,
+        last_token_s=(last_us - start_us) / 1e6 if last_us else None,
+        e2e_s=_seconds(common.time_to_last_downstream_tx_byte),
     )
 
 
@@ -183,63 +184,65 @@ def _seconds(duration: Any) -> float:
     return float(duration.seconds + duration.nanos / 1e9)
 
 
-async def _control(
-    desk: RequestScheduler, watch: Telemetry, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+async def _serve_control(
+    scheduler: RequestScheduler, telemetry: Telemetry, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    """Hear from the supervisor which replicas there are, and tell it how things are."""
+    """Apply the supervisor's updates of models, endpoints and tenants; send it a summary periodically."""
 
-    async def tell() -> None:
+    async def send_summaries() -> None:
         while True:
-            writer.write(json.dumps(watch.summary(desk)).encode() + b"\n")
+            writer.write(json.dumps(telemetry.summary(scheduler)).encode() + b"\n")
             await writer.drain()
-            await asyncio.sleep(_TELL_S)
+            await asyncio.sleep(_SUMMARY_INTERVAL_S)
 
-    telling = asyncio.create_task(tell())
+    sender = asyncio.create_task(send_summaries())
     try:
         while line := await reader.readline():
-            told = json.loads(line)
-            if "backends" in told:
-                desk.serve({name: ModelSpec.of(part) for name, part in told["parts"].items()})
-                desk.backends(told["backends"], told["shares"])
-            if "replicas" in told:
-                watch.told = told
-            if "tenants" in told:
-                with contextlib.suppress(PowerbandError):  # the supervisor says so; the old list stays
-                    desk.door.admit(documents.of(Tenants, Path(told["tenants"])))
+            update = json.loads(line)
+            if "endpoints" in update:
+                scheduler.update_models({name: ModelSpec.from_data(one) for name, one in update["models"].items()})
+                scheduler.update_endpoints(update["endpoints"], update["canary_weights"])
+            if "replicas" in update:
+                telemetry.replica_status = update
+            if "tenants" in update:
+                with contextlib.suppress(PowerbandError):  # an invalid file: the old tenants stay
+                    scheduler.admission.load(documents.read_as(Tenants, Path(update["tenants"])))
     finally:
-        telling.cancel()
+        sender.cancel()
         writer.close()
 
 
 async def _main(folder: Path) -> None:
-    order = FleetSpec.read(folder)
-    tenants = documents.of(Tenants, Path(order.tenants)) if order.tenants else None
-    watch = Telemetry(folder / "traffic.jsonl" if order.capture else None)
-    tracer = Tracer(address) if (address := tracing.wanted()) else None
+    spec = FleetSpec.read(folder)
+    tenants = documents.read_as(Tenants, Path(spec.tenants)) if spec.tenants else None
+    telemetry = Telemetry(folder / "traffic.jsonl" if spec.capture else None)
+    tracer = Tracer(url) if (url := tracing.collector_url()) else None
 
-    def on_end(case: RequestContext, ended: RequestOutcome) -> None:
-        watch.ended(case, ended)
+    def on_end(context: RequestContext, outcome: RequestOutcome) -> None:
+        telemetry.observe(context, outcome)
         if tracer:
-            tracer.ended(case, ended)
+            tracer.record(context, outcome)
 
-    desk = RequestScheduler(order.parts, tenants, on_end=on_end, noting=order.capture, noting_text=order.capture_text)
+    scheduler = RequestScheduler(
+        spec.models, tenants, on_end=on_end, capture=spec.capture, capture_text=spec.capture_text
+    )
     for name in ("picker.sock", "control.sock"):
         (folder / name).unlink(missing_ok=True)
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", 16 * 2**20)])
-    picker = Picker(desk, watch)
+    picker = Picker(scheduler, telemetry)
     external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(picker, server)
     als_pb2_grpc.add_AccessLogServiceServicer_to_server(picker, server)
     server.add_insecure_port(f"unix:{folder / 'picker.sock'}")
     await server.start()
     control = await asyncio.start_unix_server(
-        lambda reader, writer: _control(desk, watch, reader, writer), folder / "control.sock"
+        lambda reader, writer: _serve_control(scheduler, telemetry, reader, writer), folder / "control.sock"
     )
     async with control, asyncio.TaskGroup() as group:
         if tracer:
             group.create_task(tracer.send())
         while True:
-            desk.expire()
-            await asyncio.sleep(_EXPIRE_S)
+            scheduler.expire()
+            await asyncio.sleep(_EXPIRE_INTERVAL_S)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The heart of the picker: who is served next, by which replica, and who is told to come back later.
+"""The endpoints of one model and its request queue: priorities, deadlines, and the choice of a replica.
 
-Nothing here waits or reads a clock: every function is told the time.
+Nothing here waits or reads a clock: callers pass the current time.
 """
 
 from __future__ import annotations
@@ -13,32 +13,33 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from powerband.core.fleet import Routing
-from powerband.core.prefix_hash import BLOCK, CHARACTERS_PER_TOKEN
+from powerband.core.prefix_hash import BLOCK_CHARS, CHARS_PER_TOKEN
 from powerband.serve.router.prefix_index import PrefixIndex
 
-_OUTPUT_UNITS = 4.0  # a token written costs about as much as so many read; only ratios matter, the scale is learned
-_ADAPTER_UNITS = 200.0  # to load an adapter that a replica does not hold
-_LEARNED = 0.1  # of each answer, when the speed of a pool is adjusted
+# Work is counted in units of one prompt token. Only the ratios matter: each pool learns its seconds per unit.
+_OUTPUT_TOKEN_WORK = 4.0  # an output token costs about as much as this many prompt tokens
+_ADAPTER_LOAD_WORK = 200.0  # loading an adapter that a replica does not hold
+_LEARNING_RATE = 0.1  # weight of each finished request in the moving averages
 
 
 @dataclass(frozen=True, slots=True)
 class RequestProfile:
-    """What the picker must know of a request."""
+    """The properties of a request that determine its queueing and routing."""
 
     prompt_tokens: float
     output_tokens: float  # expected
-    blocks: tuple[int, ...] = ()
-    fine: tuple[int, ...] = ()  # smaller ones, where traffic is noted
-    messages: tuple[tuple[str, str], ...] = ()  # who said what, where even that is noted
-    priority: int = 1  # the lowest number goes first
-    queue_timeout_s: float = math.inf  # how long it may wait for its first token
+    blocks: tuple[int, ...] = ()  # prefix hashes
+    fine_blocks: tuple[int, ...] = ()  # prefix hashes of smaller blocks, if traffic is captured
+    messages: tuple[tuple[str, str], ...] = ()  # role and content, if text is captured
+    priority: int = 1  # the lowest number is served first
+    queue_timeout_s: float = math.inf
     adapter: str = ""
     turns: int = 1
 
     @property
-    def units(self) -> float:
-        """Return the work that it is."""
-        return self.prompt_tokens + _OUTPUT_UNITS * self.output_tokens
+    def work_estimate(self) -> float:
+        """Return the estimated work without prefix-cache hits."""
+        return self.prompt_tokens + _OUTPUT_TOKEN_WORK * self.output_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -46,203 +47,208 @@ class QueuedRequest:
     """A request from its arrival to its end."""
 
     number: int
-    ask: RequestProfile
-    came_s: float
-    backend: Endpoint | None = None
-    began_s: float = 0.0
-    shared_s: float = 0.0  # of its replica, when it began there
-    units: float = 0.0
-    gone: bool = False  # it waits no more
+    profile: RequestProfile
+    arrived_s: float
+    endpoint: Endpoint | None = None  # None until it is dispatched
+    started_s: float = 0.0
+    in_flight_s_at_start: float = 0.0  # the endpoint's in_flight_s when this request started
+    work_estimate: float = 0.0  # without the prompt tokens in the prefix cache
+    done: bool = False  # cancelled, expired or finished
 
 
 @dataclass(slots=True, eq=False)
 class Endpoint:
-    """A replica, as the picker sees it."""
+    """A replica as the picker sees it."""
 
     name: str
     address: str
-    most: int  # requests at once
+    max_in_flight: int
     ready: bool = True
     recipe: str = ""
-    canary: bool = False  # it serves a recipe that is on trial
+    canary: bool = False
     running: int = 0
-    shared_s: float = 0.0  # seconds of answering, of all its requests together
-    sent: int = 0
+    in_flight_s: float = 0.0  # integral of `running` over time
+    dispatched: int = 0
     adapters: set[str] = field(default_factory=set)
-    _units: float = 0.0
-    _as_of_s: float = 0.0
-    _changed_s: float = 0.0
+    _work: float = 0.0  # outstanding at _work_as_of_s
+    _work_as_of_s: float = 0.0
+    _running_since_s: float = 0.0
 
-    def count(self, more: int, now_s: float) -> None:
-        """Note that it answers more requests from now on, or fewer."""
-        self.shared_s += self.running * (now_s - self._changed_s)
-        self._changed_s = now_s
-        self.running += more
+    def change_running(self, delta: int, now_s: float) -> None:
+        """Add `delta` to the number of running requests."""
+        self.in_flight_s += self.running * (now_s - self._running_since_s)
+        self._running_since_s = now_s
+        self.running += delta
 
-    def left(self, now_s: float, unit_s: float) -> float:
-        """Return the work that is still to be done, if it goes on as usual."""
-        done = (now_s - self._as_of_s) / unit_s
-        return max(0.0, self._units - done)
+    def remaining_work(self, now_s: float, seconds_per_unit: float) -> float:
+        """Estimate the outstanding work, assuming the pool's learned speed."""
+        done = (now_s - self._work_as_of_s) / seconds_per_unit
+        return max(0.0, self._work - done)
 
-    def add(self, units: float, now_s: float, unit_s: float) -> None:
-        """Give it more work, or take some away."""
-        self._units = max(0.0, self.left(now_s, unit_s) + units)
-        self._as_of_s = now_s
+    def add_work(self, work: float, now_s: float, seconds_per_unit: float) -> None:
+        """Add work to the estimate; a negative amount removes work."""
+        self._work = max(0.0, self.remaining_work(now_s, seconds_per_unit) + work)
+        self._work_as_of_s = now_s
 
 
 class EndpointPool:
-    """The replicas that serve one recipe, and the requests that wait for them."""
+    """The replicas of one model and the queue of requests for them."""
 
     def __init__(
         self,
-        usual: RequestProfile,
+        typical: RequestProfile,
         *,
         rate_per_s: float | None = None,
         routing: Routing = "prefix",
     ) -> None:
         self.routing = routing
-        self.backends: dict[str, Endpoint] = {}
+        self.endpoints: dict[str, Endpoint] = {}
         self.prefixes = PrefixIndex()
-        self.unit_s = 1.0 / (rate_per_s * usual.units) if rate_per_s else 0.001  # of one replica; learned
-        self._usual_units = usual.units  # of a request; learned
-        self._running: Counter[int] = Counter()  # by class
-        self.arrived = self._sent = self._sent_to_canaries = 0
-        self.share = 0.0  # of the requests that go to a recipe on trial
-        self._waiting: list[tuple[int, int, QueuedRequest]] = []
-        self._units_waiting: dict[int, float] = {}
+        self.seconds_per_unit = 1.0 / (rate_per_s * typical.work_estimate) if rate_per_s else 0.001  # per replica
+        self._typical_work = typical.work_estimate  # moving average over requests
+        self._running_by_priority: Counter[int] = Counter()
+        self.arrived = self._dispatched = self._dispatched_to_canaries = 0
+        self.canary_weight = 0.0  # share of the requests that canaries receive
+        self._queue: list[tuple[int, int, QueuedRequest]] = []
+        self._queued_work: dict[int, float] = {}  # by priority
         self._deadlines: list[tuple[float, int, QueuedRequest]] = []
         self._numbers = itertools.count(1)
 
     @property
     def depth(self) -> int:
-        """Return how many wait."""
-        return sum(1 for _, _, one in self._waiting if not one.gone)
+        """Return the number of queued requests."""
+        return sum(1 for _, _, one in self._queue if not one.done)
 
     @property
     def running(self) -> int:
-        """Return how many are being answered."""
-        return sum(one.running for one in self.backends.values())
+        """Return the number of dispatched, unfinished requests."""
+        return sum(one.running for one in self.endpoints.values())
 
-    def wait_s(self, priority: int, now_s: float) -> float:
-        """Return how long a newcomer of a class would wait before it is sent on."""
-        able = [one for one in self.backends.values() if one.ready and not one.canary]
+    def predicted_wait_s(self, priority: int, now_s: float) -> float:
+        """Return the predicted queueing time of a new request; infinite if no replica is ready."""
+        able = [one for one in self.endpoints.values() if one.ready and not one.canary]
         if not able:
             return math.inf
-        if not self._waiting and any(one.running < one.most for one in able):
+        if not self._queue and any(one.running < one.max_in_flight for one in able):
             return 0.0
-        ahead = sum(units for rank, units in self._units_waiting.items() if rank <= priority)
-        return (ahead + 0.5 * self._usual_units) * self.unit_s / len(able)
+        ahead = sum(work for rank, work in self._queued_work.items() if rank <= priority)
+        return (ahead + 0.5 * self._typical_work) * self.seconds_per_unit / len(able)
 
-    def enter(self, ask: RequestProfile, now_s: float) -> QueuedRequest:
-        """Take a place in the queue."""
-        ticket = QueuedRequest(next(self._numbers), ask, now_s)
+    def enqueue(self, profile: RequestProfile, now_s: float) -> QueuedRequest:
+        """Append a request to the queue of its priority."""
+        queued = QueuedRequest(next(self._numbers), profile, now_s)
         self.arrived += 1
-        heapq.heappush(self._waiting, (ask.priority, ticket.number, ticket))
-        self._units_waiting[ask.priority] = self._units_waiting.get(ask.priority, 0.0) + ask.units
-        if ask.queue_timeout_s < math.inf:
-            heapq.heappush(self._deadlines, (now_s + ask.queue_timeout_s, ticket.number, ticket))
-        return ticket
+        heapq.heappush(self._queue, (profile.priority, queued.number, queued))
+        self._queued_work[profile.priority] = self._queued_work.get(profile.priority, 0.0) + profile.work_estimate
+        if profile.queue_timeout_s < math.inf:
+            heapq.heappush(self._deadlines, (now_s + profile.queue_timeout_s, queued.number, queued))
+        return queued
 
-    def leave(self, ticket: QueuedRequest) -> None:
-        """Give the place in the queue up."""
-        if not ticket.gone and ticket.backend is None:
-            ticket.gone = True
-            self._units_waiting[ticket.ask.priority] -= ticket.ask.units
+    def cancel(self, queued: QueuedRequest) -> None:
+        """Remove a request from the queue; no effect once it is dispatched."""
+        if not queued.done and queued.endpoint is None:
+            queued.done = True
+            self._queued_work[queued.profile.priority] -= queued.profile.work_estimate
 
-    def expired(self, now_s: float) -> Iterator[QueuedRequest]:
-        """Take out those that have waited for too long."""
+    def pop_expired(self, now_s: float) -> Iterator[QueuedRequest]:
+        """Cancel and yield the requests whose queue timeout has passed."""
         while self._deadlines and self._deadlines[0][0] <= now_s:
-            ticket = heapq.heappop(self._deadlines)[2]
-            if not ticket.gone and ticket.backend is None:
-                self.leave(ticket)
-                yield ticket
+            queued = heapq.heappop(self._deadlines)[2]
+            if not queued.done and queued.endpoint is None:
+                self.cancel(queued)
+                yield queued
 
     def dispatch(self, now_s: float) -> Iterator[QueuedRequest]:
-        """Send on whoever can be served now, the first class first."""
-        free = [one for one in self.backends.values() if one.ready and one.running < one.most]
-        while self._waiting and (able := self._whose_turn(free)):
-            if self._waiting[0][2].gone:
-                heapq.heappop(self._waiting)
+        """Assign queued requests to replicas with free slots, highest priority first, and yield them."""
+        free = [one for one in self.endpoints.values() if one.ready and one.running < one.max_in_flight]
+        while self._queue and (able := self._candidates(free)):
+            if self._queue[0][2].done:
+                heapq.heappop(self._queue)
                 continue
-            if sum(one.most - one.running for one in able) <= self._reserved(self._waiting[0][0]):
+            if sum(one.max_in_flight - one.running for one in able) <= self._reserved_slots(self._queue[0][0]):
                 return
-            ticket = heapq.heappop(self._waiting)[2]
-            self._units_waiting[ticket.ask.priority] -= ticket.ask.units
-            chosen = self._start(ticket, self.choose(ticket.ask, able, now_s), now_s)
-            if chosen.running >= chosen.most:
+            queued = heapq.heappop(self._queue)[2]
+            self._queued_work[queued.profile.priority] -= queued.profile.work_estimate
+            chosen = self._start(queued, self.choose(queued.profile, able, now_s), now_s)
+            if chosen.running >= chosen.max_in_flight:
                 free.remove(chosen)
-            yield ticket
+            yield queued
 
-    def _reserved(self, priority: int) -> int:
-        """Return how many places stay free for higher classes: as many as chance makes of those that are about."""
-        return math.ceil(math.sqrt(sum(count for rank, count in self._running.items() if rank < priority)))
+    def _reserved_slots(self, priority: int) -> int:
+        """Return the slots kept free for higher priorities: one standard deviation of their Poisson load."""
+        higher = sum(count for rank, count in self._running_by_priority.items() if rank < priority)
+        return math.ceil(math.sqrt(higher))
 
-    def _whose_turn(self, free: list[Endpoint]) -> list[Endpoint]:
-        """Return the replicas that may be sent to: those of a recipe on trial get their share, and nothing before."""
-        if not any(one.canary for one in self.backends.values()):
+    def _candidates(self, free: list[Endpoint]) -> list[Endpoint]:
+        """Return the free endpoints that may take the next request, so that canaries receive their weight.
+
+        With a canary weight of 0, canaries receive nothing.
+        """
+        if not any(one.canary for one in self.endpoints.values()):
             return free
-        turn = self._sent_to_canaries < self.share * (self._sent + 1)
-        return [one for one in free if one.canary == turn] or [one for one in free if self.share or not one.canary]
+        canary_turn = self._dispatched_to_canaries < self.canary_weight * (self._dispatched + 1)
+        preferred = [one for one in free if one.canary == canary_turn]
+        return preferred or [one for one in free if self.canary_weight or not one.canary]
 
-    def choose(self, ask: RequestProfile, able: Collection[Endpoint], now_s: float) -> Endpoint:
-        """Return who would be done first: what is left of its work, and what of the prompt it has not read.
+    def choose(self, profile: RequestProfile, able: Collection[Endpoint], now_s: float) -> Endpoint:
+        """Return the endpoint predicted to finish first, from its remaining work and its prefix-cache hits.
 
-        A prefix in a cache is worth the work that it saves and no more: a busy replica loses its attraction by itself.
+        A cached prefix counts as the work that it saves, so a busy replica does not attract all requests of one prefix.
         """
         if self.routing == "round-robin":
-            return min(able, key=lambda one: one.sent)
-        matched = self.prefixes.matched(ask.blocks)
-        unit_s = self.unit_s
+            return min(able, key=lambda one: one.dispatched)
+        matched = self.prefixes.matched(profile.blocks)
+        seconds_per_unit, prompt_tokens = self.seconds_per_unit, profile.prompt_tokens
 
-        def work(one: Endpoint) -> float:
-            saved = min(matched.get(one.name, 0) * BLOCK / CHARACTERS_PER_TOKEN, ask.prompt_tokens) if matched else 0.0
-            load = _ADAPTER_UNITS if ask.adapter and ask.adapter not in one.adapters else 0.0
-            return one.left(now_s, unit_s) - saved + load
+        def cost(one: Endpoint) -> float:
+            cached = min(matched.get(one.name, 0) * BLOCK_CHARS / CHARS_PER_TOKEN, prompt_tokens) if matched else 0.0
+            load = _ADAPTER_LOAD_WORK if profile.adapter and profile.adapter not in one.adapters else 0.0
+            return one.remaining_work(now_s, seconds_per_unit) - cached + load
 
-        return min(able, key=lambda one: (work(one), one.running))
+        return min(able, key=lambda one: (cost(one), one.running))
 
-    def others(self, ticket: QueuedRequest, now_s: float) -> list[Endpoint]:
-        """Return whom to ask where the chosen one does not answer, the least busy first."""
-        able = [one for one in self.backends.values() if one.ready and not one.canary and one is not ticket.backend]
-        return heapq.nsmallest(2, able, key=lambda one: one.left(now_s, self.unit_s))
+    def fallback_endpoints(self, queued: QueuedRequest, now_s: float) -> list[Endpoint]:
+        """Return two endpoints to retry on if the chosen one fails, the least loaded first."""
+        able = [one for one in self.endpoints.values() if one.ready and not one.canary and one is not queued.endpoint]
+        return heapq.nsmallest(2, able, key=lambda one: one.remaining_work(now_s, self.seconds_per_unit))
 
-    def _start(self, ticket: QueuedRequest, one: Endpoint, now_s: float) -> Endpoint:
-        ask = ticket.ask
-        saved = self.prefixes.matched(ask.blocks).get(one.name, 0) * BLOCK / CHARACTERS_PER_TOKEN
-        one.count(1, now_s)
-        ticket.backend, ticket.began_s, ticket.shared_s = one, now_s, one.shared_s
-        ticket.units = max(ask.units - saved, _OUTPUT_UNITS * ask.output_tokens)
-        one.sent += 1
-        self._running[ask.priority] += 1
-        self._usual_units += _LEARNED * (ask.units - self._usual_units)
-        self._sent += 1
-        self._sent_to_canaries += one.canary
-        one.add(ticket.units, now_s, self.unit_s)
-        if ask.adapter:
-            one.adapters.add(ask.adapter)
-        self.prefixes.learn(ask.blocks, one.name)
+    def _start(self, queued: QueuedRequest, one: Endpoint, now_s: float) -> Endpoint:
+        profile = queued.profile
+        cached_tokens = self.prefixes.matched(profile.blocks).get(one.name, 0) * BLOCK_CHARS / CHARS_PER_TOKEN
+        one.change_running(1, now_s)
+        queued.endpoint, queued.started_s, queued.in_flight_s_at_start = one, now_s, one.in_flight_s
+        queued.work_estimate = max(profile.work_estimate - cached_tokens, _OUTPUT_TOKEN_WORK * profile.output_tokens)
+        one.dispatched += 1
+        self._running_by_priority[profile.priority] += 1
+        self._typical_work += _LEARNING_RATE * (profile.work_estimate - self._typical_work)
+        self._dispatched += 1
+        self._dispatched_to_canaries += one.canary
+        one.add_work(queued.work_estimate, now_s, self.seconds_per_unit)
+        if profile.adapter:
+            one.adapters.add(profile.adapter)
+        self.prefixes.learn(profile.blocks, one.name)
         return one
 
-    def finish(self, ticket: QueuedRequest, now_s: float, *, output_tokens: float | None = None) -> None:
-        """Note an answer's end, and learn from it how fast the pool is."""
-        one = ticket.backend
-        if one is None or ticket.gone:
+    def finish(self, queued: QueuedRequest, now_s: float, *, output_tokens: float | None = None) -> None:
+        """Free the slot of a dispatched request, and update the pool's speed if its output tokens are known."""
+        one = queued.endpoint
+        if one is None or queued.done:
             return
-        ticket.gone = True
-        one.count(-1, now_s)
-        self._running[ticket.ask.priority] -= 1
-        took_s, shared_s = now_s - ticket.began_s, one.shared_s - ticket.shared_s
-        own_s = took_s**2 / shared_s if shared_s else 0.0  # it was one of so many at once, on average
-        one.add(-max(0.0, ticket.units - own_s / self.unit_s), now_s, self.unit_s)
-        done = ticket.units + _OUTPUT_UNITS * ((output_tokens or 0.0) - ticket.ask.output_tokens)
-        if output_tokens is not None and own_s and done > 0:
-            self.unit_s += _LEARNED * (own_s / done - self.unit_s)
+        queued.done = True
+        one.change_running(-1, now_s)
+        self._running_by_priority[queued.profile.priority] -= 1
+        took_s, in_flight_s = now_s - queued.started_s, one.in_flight_s - queued.in_flight_s_at_start
+        own_s = took_s**2 / in_flight_s if in_flight_s else 0.0  # duration / mean concurrency
+        one.add_work(-max(0.0, queued.work_estimate - own_s / self.seconds_per_unit), now_s, self.seconds_per_unit)
+        work = queued.work_estimate + _OUTPUT_TOKEN_WORK * ((output_tokens or 0.0) - queued.profile.output_tokens)
+        if output_tokens is not None and own_s and work > 0:
+            self.seconds_per_unit += _LEARNING_RATE * (own_s / work - self.seconds_per_unit)
 
-    def add(self, backend: Endpoint) -> None:
-        """A replica is there."""
-        self.backends[backend.name] = backend
+    def add(self, endpoint: Endpoint) -> None:
+        """Add a replica, or replace the one of the same name."""
+        self.endpoints[endpoint.name] = endpoint
 
     def remove(self, name: str) -> None:
-        """A replica is gone; what it was answering is not our business any more."""
-        if self.backends.pop(name, None):
+        """Remove a replica; its running requests are not counted any more."""
+        if self.endpoints.pop(name, None):
             self.prefixes.forget(name)

@@ -1,4 +1,4 @@
-"""Which replica has read which beginning of a prompt: hashes of text, never the text, and a bounded number of them."""
+"""An index of prompt prefixes: which replica has processed which prefix. It stores hashes only, and is bounded."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 
 
 class PrefixIndex:
-    """What each replica holds, as far as it was told; the oldest is forgotten first."""
+    """An LRU map from block hashes to the replicas that processed them."""
 
-    def __init__(self, most: int = 100_000) -> None:
-        self.most = most
+    def __init__(self, max_blocks: int = 100_000) -> None:
+        self.max_blocks = max_blocks
         self._holders: OrderedDict[int, dict[str, None]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._holders)
 
     def matched(self, blocks: Sequence[int]) -> Mapping[str, int]:
-        """Return for each replica how many of the first blocks it has read."""
+        """Return for each replica the number of leading blocks that it has processed."""
         found: dict[str, int] = {}
         for depth, block in enumerate(blocks, 1):
             holders = self._holders.get(block)
@@ -29,15 +29,15 @@ class PrefixIndex:
         return found
 
     def learn(self, blocks: Sequence[int], replica: str) -> None:
-        """Note that a replica reads these."""
+        """Record that a replica processes these blocks."""
         for block in blocks:
             self._holders.setdefault(block, {})[replica] = None
             self._holders.move_to_end(block)
-        while len(self._holders) > self.most:
+        while len(self._holders) > self.max_blocks:
             self._holders.popitem(last=False)
 
     def forget(self, replica: str) -> None:
-        """A replica is gone, and its cache with it."""
+        """Remove a replica from all blocks: its cache is gone."""
         for block in [block for block, holders in self._holders.items() if holders.pop(replica, 0) is None]:
             if not self._holders[block]:
                 del self._holders[block]

@@ -1,4 +1,4 @@
-"""Read a request as far as the picker needs it; whatever is wrong with it becomes an answer in OpenAI's shape."""
+"""Parse the fields of a request body that routing needs; errors become responses in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from powerband.core.prefix_hash import said
+from powerband.core.prefix_hash import message_text
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
-class Refused(Exception):
-    """An answer that the picker gives itself."""
+class RequestRejected(Exception):
+    """The picker rejects the request with this status and message; no replica sees it."""
 
     def __init__(self, status: int, message: str, *, code: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -20,7 +20,7 @@ class Refused(Exception):
 
     @property
     def body(self) -> bytes:
-        """Return the answer's body."""
+        """Return the response body: an OpenAI error object."""
         kind = (
             "invalid_request_error" if self.status < 429 else "rate_limit_error" if self.status == 429 else "api_error"
         )
@@ -28,61 +28,61 @@ class Refused(Exception):
         return json.dumps({"error": error}).encode()
 
 
-Messages = tuple[tuple[str, str], ...]  # who said what
+Messages = tuple[tuple[str, str], ...]  # role and content
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a body asks for."""
+    """The parsed fields of a request body."""
 
     model: str
     messages: Messages
-    text: str
-    most_tokens: int | None
-    turns: int
+    text: str  # the whole prompt
+    max_tokens: int | None
+    turns: int  # user messages
 
 
 def read(body: bytes) -> Request:
-    """Return what a body asks for, or refuse it."""
+    """Parse a body; raise RequestRejected if it is invalid."""
     try:
         data = json.loads(body)
     except (ValueError, RecursionError):
-        raise Refused(400, "the body is not JSON", code="invalid_json") from None
+        raise RequestRejected(400, "the request body is not valid JSON", code="invalid_json") from None
     if not isinstance(data, dict):
-        raise Refused(400, "the body is not a JSON object", code="invalid_json")
+        raise RequestRejected(400, "the request body is not a JSON object", code="invalid_json")
     model = data.get("model")
     if not isinstance(model, str) or not model:
-        raise Refused(400, "'model' is missing", code="model_missing")
-    most = data.get("max_completion_tokens", data.get("max_tokens"))
-    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
-        raise Refused(400, "'max_tokens' is not a whole number", code="invalid_max_tokens")
+        raise RequestRejected(400, "'model' must be a non-empty string", code="model_missing")
+    max_tokens = data.get("max_completion_tokens", data.get("max_tokens"))
+    if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 0):
+        raise RequestRejected(400, "'max_tokens' must be a non-negative integer", code="invalid_max_tokens")
     if "messages" in data:
         messages = _chat(data["messages"])
-        text = "".join(said(*one) for one in messages)
+        text = "".join(message_text(*one) for one in messages)
     else:
         text = _prompt(data.get("prompt"))
         messages = (("user", text),)
     turns = sum(role == "user" for role, _ in messages) or 1
-    return Request(model=model, messages=messages, text=text, most_tokens=most, turns=turns)
+    return Request(model=model, messages=messages, text=text, max_tokens=max_tokens, turns=turns)
 
 
 def _chat(messages: Any) -> Messages:
     if not isinstance(messages, list) or not messages:
-        raise Refused(400, "'messages' is not a list of messages", code="invalid_messages")
-    parts = []
+        raise RequestRejected(400, "'messages' must be a non-empty list", code="invalid_messages")
+    found = []
     for one in messages:
         if not isinstance(one, dict) or not isinstance(one.get("role"), str):
-            raise Refused(400, "a message is an object with a role", code="invalid_messages")
+            raise RequestRejected(400, "each message must be an object with a string 'role'", code="invalid_messages")
         content = one.get("content")
-        if isinstance(content, list):  # of parts; what is no text does not count
+        if isinstance(content, list):  # content parts; only text parts count
             content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-        parts.append((one["role"], content if isinstance(content, str) else ""))
-    return tuple(parts)
+        found.append((one["role"], content if isinstance(content, str) else ""))
+    return tuple(found)
 
 
 def _prompt(prompt: Any) -> str:
     if isinstance(prompt, str):
         return prompt
-    if isinstance(prompt, list) and prompt:  # texts, or numbers of tokens
+    if isinstance(prompt, list) and prompt:  # strings or token ids
         return " ".join(map(str, prompt))
-    raise Refused(400, "'prompt' or 'messages' is missing", code="prompt_missing")
+    raise RequestRejected(400, "'prompt' or 'messages' is missing", code="prompt_missing")

@@ -1,4 +1,4 @@
-"""The picker's decisions about one request after another: who asks, for which pool, now, later or not at all."""
+"""Admission and routing: authenticate a request, queue it, and choose a replica, or reject it with 429."""
 
 from __future__ import annotations
 
@@ -10,270 +10,291 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from powerband.core.fleet import CLASSES, Tenants
-from powerband.core.prefix_hash import CHARACTERS_PER_TOKEN, FINE, block_hashes
+from powerband.core.fleet import PRIORITIES, Tenants
+from powerband.core.prefix_hash import CHARS_PER_TOKEN, FINE_BLOCK_CHARS, block_hashes
 from powerband.serve.router import requests
-from powerband.serve.router.admission import ANYBODY, Admission, TenantUsage
+from powerband.serve.router.admission import ANONYMOUS, Admission, TenantUsage
 from powerband.serve.router.pool import Endpoint, EndpointPool, QueuedRequest, RequestProfile
-from powerband.serve.router.requests import Refused, Request
+from powerband.serve.router.requests import Request, RequestRejected
 from powerband.serve.spec import ModelSpec
 
-_SOON_S = 1.0  # the shortest Retry-After
+_MIN_RETRY_AFTER_S = 1.0
+_MAX_QUEUE_TIMEOUT_S = 600.0
 
 
 @dataclass(eq=False, slots=True)
 class RequestContext:
-    """One request at the desk."""
+    """The state of one request in the picker, from admission to its end."""
 
-    name: str
+    request_id: str
     tenant: str
-    account: TenantUsage
+    usage: TenantUsage
     model: ModelSpec
-    ticket: QueuedRequest
+    queued: QueuedRequest
     pool: EndpointPool
-    sent: asyncio.Future[QueuedRequest]
-    overflowed: bool = False
-    parent: str = ""  # the client's own trace, as it was given
+    dispatched: asyncio.Future[QueuedRequest]
+    overflowed: bool = False  # the fallback model serves it
+    traceparent: str = ""  # the client's W3C header
 
 
 @dataclass(frozen=True)
 class RoutingDecision:
-    """Where a request goes."""
+    """The replica that serves a request, and the addresses that Envoy tries in turn."""
 
     addresses: tuple[str, ...]
     replica: str
     recipe: str
-    body: bytes | None  # None: as it came
+    body: bytes | None  # None: forward the client's body unchanged
 
 
 @dataclass
 class RequestOutcome:
-    """What is told of an answer when it is over."""
+    """Status, tokens and timing of a finished request; times count from its arrival."""
 
     status: int
     output_tokens: int = 0
     prompt_tokens: int = 0
-    first_s: float | None = None  # since it came, to the first piece of the answer
-    last_s: float | None = None  # and to the last
-    total_s: float | None = None
+    ttft_s: float | None = None
+    last_token_s: float | None = None
+    e2e_s: float | None = None
 
     @property
-    def pace_s(self) -> float | None:
-        """Return the time between two tokens, on average; None where there are not two."""
-        if self.first_s is None or self.last_s is None or self.output_tokens < 2:
+    def tpot_s(self) -> float | None:
+        """Return the mean time between tokens; None with fewer than two."""
+        if self.ttft_s is None or self.last_token_s is None or self.output_tokens < 2:
             return None
-        return (self.last_s - self.first_s) / (self.output_tokens - 1)
+        return (self.last_token_s - self.ttft_s) / (self.output_tokens - 1)
 
 
 @dataclass
 class RequestScheduler:
-    """All pools of a fleet, behind one door."""
+    """Admits, queues and routes the requests of all models of a fleet."""
 
-    parts: dict[str, ModelSpec]
+    models: dict[str, ModelSpec]
     tenants: Tenants | None = None
     clock: Callable[[], float] = time.monotonic
     on_end: Callable[[RequestContext, RequestOutcome], None] = lambda *_: None
-    noting: bool = False  # what the traffic looks like
-    noting_text: bool = False
+    capture: bool = False  # compute the fine prefix hashes that traffic capture records
+    capture_text: bool = False  # keep the messages
     pools: dict[str, EndpointPool] = field(default_factory=dict)
-    cases: dict[str, RequestContext] = field(default_factory=dict)
-    refusals: dict[str, int] = field(default_factory=dict)
+    contexts: dict[str, RequestContext] = field(default_factory=dict)  # by request id
+    rejections: dict[str, int] = field(default_factory=dict)  # by reason
     overflows: int = 0
 
     def __post_init__(self) -> None:
-        self.door = Admission(self.tenants)
-        for name, part in self.parts.items():
-            self.pools[name] = EndpointPool(part.usual, rate_per_s=part.rate_per_s, routing=part.routing)
-        self._by_ticket: dict[QueuedRequest, RequestContext] = {}
-        self.serve(self.parts)
+        self.admission = Admission(self.tenants)
+        for name, model in self.models.items():
+            self.pools[name] = EndpointPool(model.typical_request, rate_per_s=model.rate_per_s, routing=model.routing)
+        self._by_queued: dict[QueuedRequest, RequestContext] = {}
+        self.update_models(self.models)
 
-    def serve(self, parts: dict[str, ModelSpec]) -> None:
-        """Take what is promised and charged now; a recipe may have come in the place of another."""
-        self.parts = parts
-        self._names = {said: name for name, part in parts.items() for said in (name, *part.aliases, *part.adapters)}
+    def update_models(self, models: dict[str, ModelSpec]) -> None:
+        """Replace the specs of the models, for example after a rollout; pools and queues are kept."""
+        self.models = models
+        self._names = {alias: name for name, one in models.items() for alias in (name, *one.aliases, *one.adapters)}
 
-    def backends(self, wanted: Mapping[str, list[dict[str, Any]]], shares: Mapping[str, float]) -> None:
-        """Take the replicas as they are now, and the share of requests that goes to a recipe on trial."""
+    def update_endpoints(
+        self, endpoints: Mapping[str, list[dict[str, Any]]], canary_weights: Mapping[str, float]
+    ) -> None:
+        """Replace the endpoints and canary weights of every pool, and dispatch what fits now."""
         for name, pool in self.pools.items():
-            pool.share = shares.get(name, 0.0)
-            there = {one["name"]: one for one in wanted.get(name, ())}
-            for gone in set(pool.backends) - set(there):
+            pool.canary_weight = canary_weights.get(name, 0.0)
+            current = {one["name"]: one for one in endpoints.get(name, ())}
+            for gone in set(pool.endpoints) - set(current):
                 pool.remove(gone)
-            for one in there.values():
-                known = pool.backends.get(one["name"])
+            for one in current.values():
+                known = pool.endpoints.get(one["name"])
                 if known is None or known.address != one["address"]:
                     pool.add(Endpoint(**one))
                 else:
-                    known.most, known.ready, known.canary = one["most"], one["ready"], one["canary"]
-            self._send(pool)
+                    known.max_in_flight, known.ready, known.canary = one["max_in_flight"], one["ready"], one["canary"]
+            self._dispatch(pool)
 
-    async def pick(self, body: bytes, *, case: str, tenant: str, headers: Mapping[str, str]) -> RoutingDecision:
-        """Return where a request goes, once there is a place for it; or refuse it."""
-        asked = requests.read(body)
-        name = self._names.get(asked.model)
+    async def pick(self, body: bytes, *, request_id: str, tenant: str, headers: Mapping[str, str]) -> RoutingDecision:
+        """Wait for a free slot and return the routing decision; raise RequestRejected if there is none in time."""
+        request = requests.read(body)
+        name = self._names.get(request.model)
         if name is None:
-            raise Refused(404, f"there is no model {asked.model}", code="model_not_found")
-        part, now_s = self.parts[name], self.clock()
-        account = self.door.enter(tenant, asked.model if asked.model in part.adapters else name, now_s)
+            raise RequestRejected(404, f"there is no model {request.model}", code="model_not_found")
+        model, now_s = self.models[name], self.clock()
+        usage = self.admission.admit(tenant, request.model if request.model in model.adapters else name, now_s)
         try:
-            own = self._admitted(case, asked, part, tenant, account, headers, now_s)
-        except Refused:
-            account.running -= 1
-            account.refused += 1
+            context = self._enqueue(request_id, request, model, tenant, usage, headers, now_s)
+        except RequestRejected:
+            usage.running -= 1
+            usage.rejected += 1
             raise
-        self._send(own.pool)
+        self._dispatch(context.pool)
         try:
-            await own.sent
+            await context.dispatched
         except BaseException:
-            self._drop(own)
+            self._drop(context)
             raise
-        backend = own.ticket.backend
-        assert backend is not None
-        others = own.pool.others(own.ticket, now_s)
-        renamed = asked.model not in (own.model.name, *own.model.adapters)
+        endpoint = context.queued.endpoint
+        assert endpoint is not None
+        fallbacks = context.pool.fallback_endpoints(context.queued, now_s)
+        renamed = request.model not in (context.model.name, *context.model.adapters)
         return RoutingDecision(
-            addresses=tuple(one.address for one in (backend, *others)) * 2,  # who died is back by the second time
-            replica=backend.name,
-            recipe=backend.recipe + (" (overflow)" if own.overflowed else ""),
-            body=_renamed(body, own.model.name) if renamed else None,
+            addresses=tuple(one.address for one in (endpoint, *fallbacks)) * 2,  # a replica may restart meanwhile
+            replica=endpoint.name,
+            recipe=endpoint.recipe + (" (overflow)" if context.overflowed else ""),
+            body=_with_model(body, context.model.name) if renamed else None,
         )
 
-    def _admitted(
+    def _enqueue(
         self,
-        name: str,
-        asked: Request,
-        part: ModelSpec,
+        request_id: str,
+        request: Request,
+        model: ModelSpec,
         tenant: str,
-        account: TenantUsage,
+        usage: TenantUsage,
         headers: Mapping[str, str],
         now_s: float,
     ) -> RequestContext:
-        """Put a request into the queue that can serve it in time."""
+        """Queue a request for its model, or for the fallback, if the predicted wait is within its timeout.
+
+        A request for a model without ready replicas and without a fallback is queued too: a replica may become ready.
+        """
         priority = self._priority(tenant, headers)
-        queue_timeout_s = _patience(headers, part.queue_timeout_s)
-        blocks = tuple(block_hashes(asked.text))
-        fine = tuple(block_hashes(asked.text, FINE)) if self.noting else ()
-        waits = []
-        for model in filter(None, (part, self.parts.get(part.fallback))):
-            pool = self.pools[model.name]
-            waits.append(wait_s := pool.wait_s(priority, now_s))
-            if wait_s <= queue_timeout_s or (math.isinf(wait_s) and model is part and not model.fallback):
-                usual = model.usual.output_tokens
-                ask = RequestProfile(
-                    prompt_tokens=len(asked.text) / CHARACTERS_PER_TOKEN,
-                    output_tokens=usual if asked.most_tokens is None else min(asked.most_tokens, usual),
+        queue_timeout_s = _queue_timeout_s(headers, model.queue_timeout_s)
+        blocks = tuple(block_hashes(request.text))
+        fine_blocks = tuple(block_hashes(request.text, FINE_BLOCK_CHARS)) if self.capture else ()
+        waits_s = []
+        for chosen in filter(None, (model, self.models.get(model.fallback))):
+            pool = self.pools[chosen.name]
+            waits_s.append(wait_s := pool.predicted_wait_s(priority, now_s))
+            if wait_s <= queue_timeout_s or (math.isinf(wait_s) and chosen is model and not model.fallback):
+                expected_tokens = chosen.output_tokens
+                if request.max_tokens is not None:
+                    expected_tokens = min(request.max_tokens, expected_tokens)
+                profile = RequestProfile(
+                    prompt_tokens=len(request.text) / CHARS_PER_TOKEN,
+                    output_tokens=expected_tokens,
                     blocks=blocks,
-                    fine=fine,
-                    messages=asked.messages if self.noting_text else (),
+                    fine_blocks=fine_blocks,
+                    messages=request.messages if self.capture_text else (),
                     priority=priority,
                     queue_timeout_s=queue_timeout_s,
-                    adapter=asked.model if asked.model in model.adapters else "",
-                    turns=asked.turns,
+                    adapter=request.model if request.model in chosen.adapters else "",
+                    turns=request.turns,
                 )
-                ticket = pool.enter(ask, now_s)
-                future = asyncio.get_running_loop().create_future()
-                overflowed, parent = model is not part, headers.get("traceparent", "")
-                case = RequestContext(name, tenant, account, model, ticket, pool, future, overflowed, parent)
-                self.cases[case.name] = self._by_ticket[ticket] = case
-                self.overflows += case.overflowed
-                return case
-        longer_s = min(waits) - queue_timeout_s
-        self._count("overload")
-        raise Refused(
-            429,
-            "it cannot be answered in time",
-            code="overloaded",
-            retry_after_s=max(_SOON_S, longer_s if math.isfinite(longer_s) else _SOON_S),
+                context = RequestContext(
+                    request_id,
+                    tenant,
+                    usage,
+                    chosen,
+                    pool.enqueue(profile, now_s),
+                    pool,
+                    asyncio.get_running_loop().create_future(),
+                    overflowed=chosen is not model,
+                    traceparent=headers.get("traceparent", ""),
+                )
+                self.contexts[request_id] = self._by_queued[context.queued] = context
+                self.overflows += context.overflowed
+                return context
+        wait_s = min(waits_s)
+        predicted = f"predicted wait {round(wait_s, 2):g} s" if math.isfinite(wait_s) else "no replica is ready"
+        self._count_rejection("overload")
+        raise _no_capacity(
+            predicted,
+            queue_timeout_s,
+            retry_after_s=wait_s - queue_timeout_s if math.isfinite(wait_s) else _MIN_RETRY_AFTER_S,
         )
 
     def _priority(self, tenant: str, headers: Mapping[str, str]) -> int:
-        """Return the class: the tenant's, or a lower one that it asks for itself."""
-        known = self.door.tenant(tenant)
-        own = CLASSES.index(known.priority) if known else 0
-        asked = headers.get("x-powerband-priority", "")
-        if asked in CLASSES:
-            return max(own, CLASSES.index(asked))
-        return own if known else CLASSES.index("normal")
+        """Return the tenant's priority, or the lower one that the request's header asks for."""
+        limits = self.admission.tenant(tenant)
+        highest = PRIORITIES.index(limits.priority) if limits else 0
+        requested = headers.get("x-powerband-priority", "")
+        if requested in PRIORITIES:
+            return max(highest, PRIORITIES.index(requested))
+        return highest if limits else PRIORITIES.index("normal")
 
-    def _send(self, pool: EndpointPool) -> None:
-        """Let whoever has a place go on."""
-        for ticket in pool.dispatch(self.clock()):
-            case = self._by_ticket[ticket]
-            if not case.sent.done():
-                case.sent.set_result(ticket)
+    def _dispatch(self, pool: EndpointPool) -> None:
+        """Release the waiting requests for which there is a free slot."""
+        for queued in pool.dispatch(self.clock()):
+            context = self._by_queued[queued]
+            if not context.dispatched.done():
+                context.dispatched.set_result(queued)
 
     def expire(self) -> None:
-        """Refuse those that have waited for too long."""
+        """Reject the queued requests whose timeout has passed."""
         now_s = self.clock()
         for pool in self.pools.values():
-            for ticket in pool.expired(now_s):
-                case = self._by_ticket[ticket]
-                self._count("deadline")
-                if not case.sent.done():
-                    case.sent.set_exception(
-                        Refused(429, "nobody was free in time", code="overloaded", retry_after_s=_SOON_S)
+            for queued in pool.pop_expired(now_s):
+                context = self._by_queued[queued]
+                self._count_rejection("deadline")
+                if not context.dispatched.done():
+                    waited = f"waited {round(now_s - queued.arrived_s, 2):g} s"
+                    context.dispatched.set_exception(
+                        _no_capacity(waited, queued.profile.queue_timeout_s, retry_after_s=_MIN_RETRY_AFTER_S)
                     )
 
-    def end(self, name: str, ended: RequestOutcome) -> None:
-        """An answer is over, or was given up, or nobody waits for it any more."""
-        case = self.cases.get(name)
-        if case is None:
+    def finish(self, request_id: str, outcome: RequestOutcome) -> None:
+        """Account for a finished or aborted request and free its slot; cancel it if it is still queued."""
+        context = self.contexts.get(request_id)
+        if context is None:
             return
-        if case.ticket.backend is None:
-            self._drop(case)
-            case.sent.cancel()
+        if context.queued.endpoint is None:
+            self._drop(context)
+            context.dispatched.cancel()
             return
-        del self.cases[name]
-        self._by_ticket.pop(case.ticket, None)
-        counted = ended.output_tokens if ended.status == 200 else None
-        case.pool.finish(case.ticket, self.clock(), output_tokens=counted)
-        account = case.account
-        account.running -= 1
-        account.prompt_tokens += ended.prompt_tokens or round(case.ticket.ask.prompt_tokens)
-        account.output_tokens += ended.output_tokens
-        account.usd += ended.output_tokens * case.model.usd_per_1m_tokens / 1e6
-        self.on_end(case, ended)
-        self._send(case.pool)
+        del self.contexts[request_id]
+        self._by_queued.pop(context.queued, None)
+        output_tokens = outcome.output_tokens if outcome.status == 200 else None
+        context.pool.finish(context.queued, self.clock(), output_tokens=output_tokens)
+        usage = context.usage
+        usage.running -= 1
+        usage.prompt_tokens += outcome.prompt_tokens or round(context.queued.profile.prompt_tokens)
+        usage.output_tokens += outcome.output_tokens
+        usage.usd += outcome.output_tokens * context.model.usd_per_1m_tokens / 1e6
+        self.on_end(context, outcome)
+        self._dispatch(context.pool)
 
-    def abandon(self) -> None:
-        """Nobody will tell any more how what was sent on ended."""
-        for name in [name for name, case in self.cases.items() if case.ticket.backend is not None]:
-            self.end(name, RequestOutcome(status=0))
+    def fail_in_flight(self) -> None:
+        """Finish all dispatched requests as failed: Envoy is gone and cannot report their end."""
+        for name in [name for name, one in self.contexts.items() if one.queued.endpoint is not None]:
+            self.finish(name, RequestOutcome(status=0))
 
-    def _drop(self, case: RequestContext) -> None:
-        """Nobody waits for it any more."""
-        if self.cases.pop(case.name, None) is None:  # as was told before
+    def _drop(self, context: RequestContext) -> None:
+        """Forget a request whose client is gone or that was rejected."""
+        if self.contexts.pop(context.request_id, None) is None:  # finished already
             return
-        case.pool.leave(case.ticket)
-        if case.ticket.backend is not None:  # it was sent on at the same moment
-            case.pool.finish(case.ticket, self.clock())
-        case.account.running -= 1
-        case.account.refused += 1
-        self._by_ticket.pop(case.ticket, None)
-        self._send(case.pool)
+        context.pool.cancel(context.queued)
+        if context.queued.endpoint is not None:  # dispatched at the same moment
+            context.pool.finish(context.queued, self.clock())
+        context.usage.running -= 1
+        context.usage.rejected += 1
+        self._by_queued.pop(context.queued, None)
+        self._dispatch(context.pool)
 
-    def _count(self, reason: str) -> None:
-        self.refusals[reason] = self.refusals.get(reason, 0) + 1
+    def _count_rejection(self, reason: str) -> None:
+        self.rejections[reason] = self.rejections.get(reason, 0) + 1
 
     def healthy(self) -> bool:
-        """Tell whether every model has a replica that answers."""
-        return all(any(one.ready for one in pool.backends.values()) for pool in self.pools.values())
+        """Tell whether every model has a ready replica."""
+        return all(any(one.ready for one in pool.endpoints.values()) for pool in self.pools.values())
 
-    def models(self, tenant: str) -> Iterator[str]:
-        """Return the names that a tenant may ask for."""
-        known = self.door.tenant(tenant) if tenant != ANYBODY else None
+    def model_names(self, tenant: str) -> Iterator[str]:
+        """Yield the model names, aliases and adapters that a tenant may use."""
+        limits = self.admission.tenant(tenant) if tenant != ANONYMOUS else None
         for alias, name in self._names.items():
-            if not known or not known.models or name in known.models:
+            if not limits or not limits.models or name in limits.models:
                 yield alias
 
 
-def _patience(headers: Mapping[str, str], usual_s: float) -> float:
+def _no_capacity(found: str, limit_s: float, *, retry_after_s: float) -> RequestRejected:
+    message = f"no capacity before the deadline ({found}, limit {round(limit_s, 2):g} s)"
+    return RequestRejected(429, message, code="overloaded", retry_after_s=max(_MIN_RETRY_AFTER_S, retry_after_s))
+
+
+def _queue_timeout_s(headers: Mapping[str, str], default_s: float) -> float:
     try:
-        asked = float(headers.get("x-powerband-patience-s", ""))
+        requested_s = float(headers.get("x-powerband-patience-s", ""))
     except ValueError:
-        return usual_s
-    return min(max(asked, 0.0), 600.0) if math.isfinite(asked) else usual_s
+        return default_s
+    return min(max(requested_s, 0.0), _MAX_QUEUE_TIMEOUT_S) if math.isfinite(requested_s) else default_s
 
 
-def _renamed(body: bytes, model: str) -> bytes:
+def _with_model(body: bytes, model: str) -> bytes:
     return json.dumps({**json.loads(body), "model": model}).encode()
