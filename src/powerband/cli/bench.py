@@ -76,13 +76,9 @@ def bench(
 
     Exit codes: 4 the SLO is missed, 5 a guard rejected the measurement.
     """
-    from pathlib import Path
-
     from powerband import inputs
-    from powerband.store import runs
 
-    folder = Path(output) if output else runs.new_run("bench")
-    found = _measure(
+    found, folder = _measure(
         {
             "what": what,
             "workload": workload,
@@ -103,7 +99,7 @@ def bench(
             "set": set_ or (),
             "engine_path": engine_path,
             "ready_timeout": ready_timeout,
-            "output": folder,
+            "output": output,
             "force": True,  # printed or rejected below
             "command": "powerband " + shlex.join(sys.argv[1:]),
         },
@@ -112,8 +108,8 @@ def bench(
     _finish(found, folder, force=force, json=json)
 
 
-def _measure(arguments: dict[str, Any], *, json: bool) -> Measurement:
-    """Measure; the first Ctrl-C ends the measurement and keeps its results, a second one exits at once."""
+def _measure(arguments: dict[str, Any], *, json: bool) -> tuple[Measurement, Path]:
+    """Return the measurement and its directory; the first Ctrl-C ends it early, a second one exits at once."""
     import asyncio
     import os
     import signal
@@ -123,6 +119,7 @@ def _measure(arguments: dict[str, Any], *, json: bool) -> Measurement:
     from powerband.bench import Progress
 
     stopping, console = threading.Event(), stderr(json=json)
+    folders: list[Path] = []
 
     async def measure() -> Measurement:
         loop, task, ready = asyncio.get_running_loop(), asyncio.current_task(), threading.Event()
@@ -142,6 +139,7 @@ def _measure(arguments: dict[str, Any], *, json: bool) -> Measurement:
             def on_start(replica: Replica, event: str) -> None:
                 on_change(replica, event)
                 if event == "ready":
+                    folders.append(replica.directory)
                     ready.set()
                     view.start()
 
@@ -154,7 +152,7 @@ def _measure(arguments: dict[str, Any], *, json: bool) -> Measurement:
             )
 
     try:
-        return asyncio.run(measure())
+        return asyncio.run(measure()), folders[0]
     except asyncio.CancelledError:
         raise SystemExit(130) from None
 

@@ -32,10 +32,8 @@ _RENAMED_VALUES: Mapping[str, Mapping[str, str]] = {
     "tune --profile": {"chat": "interactive", "batch": "batch", "hybrid": "reading-speed"}
 }
 
-
-_RANGE = re.compile(r"\s*\[[\d.<=>]*x[\d.<=>]*\]|;\s*[\d.<=>]*x[\d.<=>]*(?=\])")
-
-_PARENTHESES = re.compile(r"\[default: \((.*)\)\]")
+_RANGE = re.compile(r"\s*\[[\d.<=>]*x[\d.<=>]*\]|;\s*[\d.<=>]*x[\d.<=>]*(?=\])")  # '[x>=1]' in Typer's help
+_PARENTHESES = re.compile(r"\[default: \((.*)\)\]")  # Typer puts a described default into parentheses
 
 
 class Command(TyperCommand):
@@ -47,10 +45,8 @@ class Command(TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the usage line: options, then the arguments by their metavar."""
-        return [
-            "[OPTIONS]",
-            *(_argument(one, brackets=True) for one in self.params if one.param_type_name == "argument"),
-        ]
+        arguments = [one for one in self.params if one.param_type_name == "argument"]
+        return ["[OPTIONS]", *(_argument(one, brackets=True) for one in arguments)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments and the options; value ranges and type names are left out."""
