@@ -14,7 +14,8 @@ BEGIN, END = "<!-- evidence: written by docs/generate.py -->", "<!-- /evidence -
 _NOTE = """
 A proof is a script in `proofs/`: it exits 0 where its claim holds and keeps its last result, with date and machine,
 beside it. Every figure on this page is read from that file. **Measured**: real engines on the machine that the proof
-names. **Recorded**: published measurements of others. **Simulated**: replayed traces or virtual time.
+names. **Recorded**: published measurements of others. **Rehearsed**: the real code on simulated hosts, with stand-ins
+for the engines. **Simulated**: replayed traces or virtual time.
 **Checked**: no measurement involved. No figure comes from a GPU of our own.
 """
 

@@ -29,6 +29,7 @@ from powerband.plan.closed_loop import steady_state
 from powerband.plan.residual_model import ENGINES, FORMATS, ResidualModel
 from powerband.plan.step_time import StepTimes
 from powerband.plan.step_work import Batch, Split, Steps, Work
+from powerband.store.schemes import all_schemes
 
 Array = NDArray[np.float64]
 DATA = Path(__file__).parent / "data" / "silicon"
@@ -68,7 +69,7 @@ class Rows:
 
 def read(*, scored: bool = True) -> Rows:
     """Read the rows and compute the work of each."""
-    schemes = {one.name: one for one in plan.all_schemes()}
+    schemes = {one.name: one for one in all_schemes()}
     known: dict[Any, Steps] = {}
     raw, served, values, decode, prompt = [], [], [], [], []
     with (DATA / "silicon_clean.csv").open() as stream:

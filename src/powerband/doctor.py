@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from powerband import engines
 from powerband.core.engine import Installation
 from powerband.core.host import Host
 from powerband.core.units import about_bytes
-from powerband.runtime import devices, installations
+from powerband.runtime import devices, installations, leases
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,15 @@ class Report:
     host: Host
     engines: tuple[Installation, ...]
     advice: tuple[Advice, ...]
+    held: dict[str, str] = field(default_factory=dict)  # by GPU: the process and the deployment that hold it
 
 
 def examine() -> Report:
     """Inspect the hardware and find the installed engines."""
     host = devices.this_host()
     found = tuple(one for name in engines.names() if engines.get(name).programs for one in installations.discover(name))
-    return Report(host=host, engines=found, advice=tuple(_advise(host, found)))
+    held = {unit: holder for unit, holder in leases.held(host).items() if not unit.startswith("core-")}
+    return Report(host=host, engines=found, advice=tuple(_advise(host, found)), held=held)
 
 
 def _advise(host: Host, found: tuple[Installation, ...]) -> list[Advice]:

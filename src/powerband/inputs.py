@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from powerband.plan.options import Offer
     from powerband.plan.step_time import Speculation
 
+MAX_QUESTIONS = 200  # of a task, unless the user sets another number
+RESERVE_QUESTIONS = 400  # of a task, asked only if the verdict is undecided
+
 
 def names(given: str | Sequence[str]) -> list[str]:
     """Return a list of names from one name or several."""
@@ -148,16 +151,26 @@ def tasks(
     floor: QualityFloor | None,
     *,
     source: str,
-    max_questions: int,
+    max_questions: int = MAX_QUESTIONS,
+    reserve: int = RESERVE_QUESTIONS,
     echoes_prompt_logprobs: bool = False,
     run_code: bool = False,
     on_step: Callable[[StepProgress], None] = lambda _: None,
 ) -> dict[str, Task]:
-    """Read the tasks given as NAME=FILE, and those that the floor requires; `recall` needs no file."""
+    """Read the tasks given as NAME=FILE, and those that the floor requires; `recall` needs no file.
+
+    The `reserve` of a task is asked only if the verdict is undecided.
+    """
     from powerband.evaluate.tasks import QuestionTask
     from powerband.evaluators import lm_eval, questions, recall
+    from powerband.evaluators.questions import Question
 
+    most = max_questions + reserve
     found: dict[str, Task] = {}
+
+    def cut(all_questions: tuple[Question, ...]) -> Task:
+        return QuestionTask(all_questions[:max_questions], all_questions[max_questions:most])
+
     if floor is None:
         return found
     for text in files:
@@ -167,19 +180,19 @@ def tasks(
             raise InputError(f"task file not found: {file}", hint="write it as --task NAME=FILE")
         if name in catalog.names("task"):
             lm_eval.check(name, echoes_prompt_logprobs=echoes_prompt_logprobs, run_code=run_code)
-            found[name] = _harness(name, path, source, max_questions=max_questions, on_step=on_step)
+            found[name] = _harness(name, path, source, questions=(max_questions, most), on_step=on_step)
         else:
-            found[name or path.stem] = QuestionTask(questions.read(path.read_text(), source=file)[:max_questions])
+            found[name or path.stem] = cut(questions.read(path.read_text(), source=file))
     for name in floor.tasks:
         if name == "recall":
-            found.setdefault(name, QuestionTask(recall.questions(max_questions)))
+            found.setdefault(name, cut(recall.questions(most)))
         elif name not in found:
             raise InputError(f"the quality floor requires the task '{name}'", hint=f"give its data: --task {name}=FILE")
     return found
 
 
 def _harness(
-    name: str, path: Path, source: str, *, max_questions: int, on_step: Callable[[StepProgress], None]
+    name: str, path: Path, source: str, *, questions: tuple[int, int], on_step: Callable[[StepProgress], None]
 ) -> Task:
     """Return a task of lm-eval, which is installed on first use."""
     from powerband.evaluate.tasks import HarnessTask, spread
@@ -187,8 +200,10 @@ def _harness(
     from powerband.runtime import devices, installations
 
     installed, _ = asyncio.run(installations.install(lm_eval.TOOL, host=devices.this_host(), progress=on_step))
-    rows = spread(lm_eval.rows(name, path), max_questions)
-    return HarnessTask(name, path, installed.tools["python"], source, tuple(rows))
+    everything = lm_eval.rows(name, path)
+    rows, all_rows = (tuple(spread(everything, count)) for count in questions)
+    reserve = tuple(row for row in all_rows if row not in set(rows))[: questions[1] - questions[0]]
+    return HarnessTask(name, path, installed.tools["python"], source, rows, reserve)
 
 
 def speculation(text: str | None) -> Speculation:

@@ -15,10 +15,10 @@ from powerband.core.engine import StepProgress
 from powerband.core.model import Model
 from powerband.core.variant import Calibration, Lineage
 from powerband.core.workload import Workload
-from powerband.errors import InputError, QuantizeFailed
+from powerband.errors import QuantizeFailed
 from powerband.load import prompts, tokens
 from powerband.quantizers.base import Job, Quantizer
-from powerband.runtime import devices, installations, model_files
+from powerband.runtime import devices, hub, installations, model_files
 from powerband.runtime.installations import OnProgress
 from powerband.store import documents
 
@@ -55,16 +55,18 @@ class QuantizedVariant:
 
 async def quantize(spec: QuantizeSpec, *, progress: OnProgress = lambda _: None) -> QuantizedVariant:
     """Return the variant from the cache, or create it; an interrupted job leaves no incomplete variant behind."""
-    quantizer, model = quantizers.for_scheme(spec.scheme), model_files.inspect(spec.source)
-    if model.format is None:
-        raise InputError(
-            f"{spec.source} was not found locally", hint="download its weights first, and give their folder"
-        )
+    quantizer = quantizers.for_scheme(spec.scheme)
+
+    def report(message: str) -> None:
+        progress(StepProgress(title=message, number=1, total=1))
+
+    model = model_files.inspect(await hub.fetch(spec.source, report=report))
     quantizer.check(model, spec.scheme)
     tools, versions = await _tools(quantizer, model, progress)
     texts, calibration = _calibration(spec, model)
     origin = model_files.digest(model.source)
-    inputs = [origin, calibration.digest, sorted(versions.items())]
+    inputs: list[Any] = [origin, calibration.digest, sorted(versions.items())]
+    inputs += ["routers in 16 bits"] if model.experts else []  # 0.1 quantized them
     name = f"{model.name}-{spec.scheme}-{_short_hash([spec.scheme, *inputs])}"
     folder = installations.cache_root() / "variants" / name
     # the converted model and its importance matrix, which several schemes use
@@ -134,7 +136,7 @@ def _calibration(spec: QuantizeSpec, model: Model) -> tuple[list[str], Calibrati
     if spec.workload is None:
         texts, name, natural = catalog.calibration_texts()[: spec.samples], "catalogue", True
     else:
-        vocabulary = tokens.vocabulary(model.source)
+        vocabulary = tokens.vocabulary(model_files.location(model.source))
         traffic = prompts.prepare(spec.workload, spec.samples, vocabulary=vocabulary, base=spec.base)
         texts = traffic.texts()
         name, natural = spec.workload.name or "workload", spec.workload.dataset is not None
@@ -144,7 +146,7 @@ def _calibration(spec: QuantizeSpec, model: Model) -> tuple[list[str], Calibrati
 
 def calibration_coverage(spec: QuantizeSpec, served: QuantizeSpec) -> float:
     """Return the share of served words that the calibration text contains, relative to one half of the served text."""
-    model = model_files.inspect(spec.source)
+    model = model_files.inspect(hub.local(spec.source))
     calibration_texts, _ = _calibration(spec, model)
     served_texts, _ = _calibration(served, model)
     first, second = served_texts[::2], served_texts[1::2]
@@ -167,6 +169,7 @@ def _job(spec: QuantizeSpec, model: Model, folder: Path, shared: Path, texts: li
     plain.write_text("\n\n".join(texts))
     return Job(
         model=model,
+        weights=str(model_files.location(model.source)),
         scheme=spec.scheme,
         folder=str(folder),
         shared=str(shared),

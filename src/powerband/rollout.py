@@ -102,7 +102,11 @@ async def _run_canary(
         status = json.loads((folder / "status.json").read_text())
         replicas = [one for one in status["replicas"] if one["model"] == name]
         canaries = [one for one in replicas if one["recipe"] == canary.recipe]
-        if failed := next((one["problem"] for one in canaries if one["problem"] and one["starts"] > 1), ""):
+        waiting = any(one["state"] == "no room" for one in canaries)
+        if waiting and len(replicas) - len(canaries) <= 1:
+            return f"no device is free for the canary, and {name} has no replica that could give way to it", 0
+        failed = next((one["problem"] for one in canaries if one["problem"] and one["starts"] > 1), "")
+        if failed and not waiting:
             return f"the canary does not start: {failed}", 0
         ready = [one["address"] for one in canaries if one["address"]]
         if not ready:

@@ -18,10 +18,10 @@ from powerband.core.units import about_bytes
 from powerband.errors import DeploymentRefused, EngineError, PowerbandError
 from powerband.evaluate.probes import probes
 from powerband.evaluate.tasks import Task
-from powerband.launchers import local
+from powerband.launchers import local, recipe_devices
 from powerband.launchers.local import Prepared
 from powerband.reports import html
-from powerband.runtime import model_files
+from powerband.runtime import devices, model_files
 from powerband.runtime.replica import Replica
 from powerband.store import documents
 
@@ -72,14 +72,16 @@ class VerifySpec:
     tasks: dict[str, Task] = field(default_factory=dict)
     engine_path: str | None = None
     seed: int = 0
+    changed: bool = False  # the deployment has other knobs than the measured one
 
 
 async def verify(spec: VerifySpec, *, folder: Path, report: Report = lambda _: None) -> VerifyResult:
     """Start the deployment and check weights, latency at the promised rate, memory and quality."""
     recipe, found = spec.recipe, VerifyResult()
     deployment = deployment_of(recipe.deployment)
+    recipe_devices.require(recipe, deployment, devices.this_host(), changed=spec.changed)
     try:
-        if model_files.digest(deployment.variant.source) != recipe.weights_digest:
+        if model_files.digest(deployment.variant.full_source) != recipe.weights_digest:
             found.checks.append(Check("weights", "broken", "their digest differs from the recipe's"))
         report("start the engine")
         prepared = local.prepare(deployment, engine_path=spec.engine_path)
@@ -93,8 +95,9 @@ async def verify(spec: VerifySpec, *, folder: Path, report: Report = lambda _: N
             found.checks.append(Check("start", "holds", "the engine started"))
             level = await _measure_promised_rate(spec, prepared, replica, folder, report)
             found.checks.append(_latency(level, recipe.promise.rate_per_s))
-            if recipe.promise.memory_bytes and replica.process:  # before the quality check, as in the validation
-                found.checks.append(_memory(replica.process.memory_bytes(), recipe.promise.memory_bytes))
+            used_bytes = replica.memory_bytes()
+            if recipe.promise.memory_bytes and used_bytes is not None:  # before the quality check, as in the validation
+                found.checks.append(_memory(used_bytes, recipe.promise.memory_bytes))
             if quality_check:
                 found.checks.append(await _quality(quality_check, prepared, replica, report))
     except (EngineError, DeploymentRefused) as error:
@@ -145,8 +148,10 @@ async def _prepare_quality(spec: VerifySpec, report: Report) -> QualityCheck | N
     floor, reference = spec.recipe.promise.quality, spec.recipe.reference
     if floor is None or not reference:
         return None
+    lengths = [one for name in ("prompt_tokens", "output_tokens") if (one := spec.recipe.validity.get(name))]
+    wanted = probes(traffic_tokens=round(sum(one.high for one in lengths)))
     found = QualityCheck(
-        local.prepare(deployment_of(reference)), gate.EvaluateSpec(floor, probes(), tasks=spec.tasks, ignore_cache=True)
+        local.prepare(deployment_of(reference)), gate.EvaluateSpec(floor, wanted, tasks=spec.tasks, ignore_cache=True)
     )
     await gate.ensure_reference_answers(
         found.reference, found.spec, progress=lambda message: report(f"quality: {message}")

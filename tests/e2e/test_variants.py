@@ -45,8 +45,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def judged(folder: Path, scheme: str) -> tuple[int, dict[str, object]]:
     output = folder / f"judged-{scheme}"
-    done = powerband("evaluate", f"{folder / scheme}.yaml", "--reference", f"{folder / 'f16'}.yaml", "--again",
-                     "--floor", str(folder / "floor.yaml"), "--samples", "8", "--questions", "40",
+    done = powerband("evaluate", f"{folder / scheme}.yaml", "--reference", f"{folder / 'f16'}.yaml", "--refresh",
+                     "--quality", str(folder / "floor.yaml"), "--samples", "8", "--questions", "40", "--reserve", "0s",
                      "--output", str(output))  # fmt: skip
     assert (output / "evaluation.html").is_file(), done.stderr
     return done.returncode, json.loads((output / "evaluation.json").read_text())

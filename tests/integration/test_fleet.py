@@ -108,6 +108,34 @@ async def test_a_warm_replica_takes_the_place_of_a_dead_one(tmp_path: Path) -> N
         assert await states("ready", "warm") == {"ready": before["warm"], "warm": before["ready"]}
 
 
+async def test_a_hung_replica_loses_no_request_without_a_token_and_comes_back(tmp_path: Path) -> None:
+    path = fleets.write(tmp_path, models={"golden": {"replicas": 2, "in_flight": 8}})
+    async with fleets.running(path, slo_ttft_s=1.0) as (fleet, http):
+        before = replicas(fleet)
+        victim = before["golden-1"]
+
+        async def state(wanted: str, within_s: float) -> float:
+            began = time.monotonic()
+            while replicas(fleet)["golden-1"]["state"] != wanted:
+                assert time.monotonic() < began + within_s, replicas(fleet)["golden-1"]
+                await asyncio.sleep(0.05)
+            return time.monotonic() - began
+
+        os.kill(victim["pid"], signal.SIGSTOP)
+        try:
+            waiting = [asyncio.create_task(chat(http)) for _ in range(10)]
+            assert await state("hung", 15) < 12
+            answers = await asyncio.gather(*waiting)
+            assert [one.status_code for one in answers] == [200] * 10, "those of the hung replica go to the other one"
+            assert {(await chat(http)).headers["x-powerband-replica"] for _ in range(5)} == {"golden-2"}
+        finally:
+            os.kill(victim["pid"], signal.SIGCONT)
+        assert await state("ready", 10) < 5
+        assert {name: one["starts"] for name, one in replicas(fleet).items()} == {"golden-1": 1, "golden-2": 1}
+        answers = await asyncio.gather(*(chat(http) for _ in range(8)))
+        assert {one.headers["x-powerband-replica"] for one in answers} == {"golden-1", "golden-2"}
+
+
 async def test_crowds_that_leave_in_the_middle_leave_no_place_taken(tmp_path: Path) -> None:
     path = fleets.write(tmp_path, models={"golden": {"replicas": 1, "in_flight": 4}}, ttft_s=0.05, itl_s=0.02)
     async with fleets.running(path) as (fleet, http):

@@ -15,12 +15,15 @@ import psutil
 import pytest
 
 from powerband import serve
+from powerband.bench import guards
 from powerband.core.deployment import Deployment
 from powerband.core.recipe import BaselineComparison, Recipe
 from powerband.core.study import Study
+from powerband.launchers import local
 from powerband.reports import study as study_report
 from powerband.store import documents
 from powerband.tune import trial_runner
+from powerband.tune.search import Step
 from powerband.tune.spec import TuneSpec, make_runner
 from support.studies import argv
 
@@ -124,24 +127,25 @@ def test_a_study_with_another_slo_does_not_resume(folder: Path) -> None:
     assert (folder / "trials.jsonl").read_text() == before
 
 
-async def test_a_new_best_trial_needs_the_full_quality_check(
+async def test_only_the_screen_that_leads_gets_a_quality_check(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study = documents.read_as(Study, folder / "study.json")
     runner = make_runner(TuneSpec("golden", study.workload, study.slo, engines=("fake",), requests=50), tmp_path)
-    checked = []
+    checked: list[dict[str, str]] = []
 
-    async def full_quality_check(settings: dict[str, str]) -> str:
+    async def quality_check(settings: dict[str, str], *_: object) -> dict[str, Any]:
         checked.append(settings)
-        return "undecided: too few answers"
+        return {"passed": False, "outcome": "below the floor", "reason": "undecided: too few answers"}
 
-    monkeypatch.setattr(runner, "full_quality_check", full_quality_check)
-    known = study.trials[0]
-    assert known.max_rate_per_s
-    behind = known.model_copy(update={"max_rate_per_s": 0.5 * known.max_rate_per_s})
-    found = await runner.run_trial(2, known.settings, expected=None, best=behind)
-    assert found.outcome == "below the floor" and found.reason == "undecided: too few answers"
-    assert checked == [known.settings]
+    monkeypatch.setattr(runner, "quality_check", quality_check)
+    assert study.best
+    settings = study.best.settings
+    behind = await runner.run_trial(Step(2, settings, None, None, climb=False, rival_value=1e9))
+    assert behind.outcome == "screened" and not checked, "it cannot win"
+    leads = await runner.run_trial(Step(3, settings, None, None, climb=False))
+    assert leads.outcome == "below the floor" and leads.reason == "undecided: too few answers"
+    assert checked == [settings]
 
 
 async def test_building_a_variant_does_not_count_against_the_timeout(
@@ -157,11 +161,20 @@ async def test_building_a_variant_does_not_count_against_the_timeout(
 
     monkeypatch.setattr(runner, "deployment", made)
     monkeypatch.setattr(trial_runner, "_MIN_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(local, "start_timeout_s", lambda _: 3.0)
     runner.max_level_s = 0.1
-    monkeypatch.setattr(runner, "climb", lambda *_, **__: asyncio.sleep(30))
-    found = await runner.run_trial(1, settings, expected=None, best=None)
+    monkeypatch.setattr(runner, "measure_screen", lambda *_, **__: asyncio.sleep(30))
+    found = await runner.run_trial(Step(1, settings, None, None, climb=True))
     assert found.outcome == "failed" and found.reason.startswith("timed out")
     assert found.excluded_s >= 1 and found.seconds >= found.excluded_s + 0.5
+
+
+async def test_a_disturbed_trial_is_inconclusive(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = documents.read_as(Study, folder / "study.json")
+    runner = make_runner(TuneSpec("golden", study.workload, study.slo, engines=("fake",)), tmp_path)
+    monkeypatch.setattr(guards, "BACKGROUND_CPU", -1.0)
+    found = await runner.run_trial(Step(1, study.trials[0].settings, None, None, climb=True))
+    assert found.outcome == "inconclusive" and "background CPU load" in found.reason
 
 
 async def test_drifted_traffic_is_tuned_for_while_the_fleet_is_idle(folder: Path, tmp_path: Path) -> None:
@@ -184,7 +197,7 @@ async def test_drifted_traffic_is_tuned_for_while_the_fleet_is_idle(folder: Path
 
         async def verdict() -> dict[str, object]:
             words = ["observe", str(tmp_path), "--auto", "--json", "--every", "1s", "--idle", "2s"]
-            argv = [sys.executable, "-m", "powerband", *words, "--budget", "60s", "--requests", "20"]
+            argv = [sys.executable, "-m", "powerband", *words, "--budget", "100s", "--requests", "20"]
             process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
             try:
                 assert process.stdout

@@ -109,6 +109,20 @@ def test_several_senders_behave_as_one_wire() -> None:
     assert all(found[number].sent >= found[number - 5].end for number in range(5, 30)), "a chain stays on one wire"
 
 
+def test_servers_that_share_the_requests_get_whole_sessions_in_turn() -> None:
+    with golden(ttft_us=1_000) as one, golden(ttft_us=30_000) as other:
+        client = wire.connect(wire.Target(one.url, "golden", beside=(other.url,)), turns=2)
+        try:
+            due = time.monotonic_ns() + 20_000_000
+            for number in range(16):
+                client.submit(number, due, request(1), -1, 0, False)
+            found = collect(client, 16)
+        finally:
+            client.close()
+    slow = {answer.id for answer in found if answer.first - answer.sent > 25_000_000}
+    assert slow >= {2, 3, 6, 7, 10, 11, 14, 15}
+
+
 def test_a_limit_delays_requests_and_the_delay_counts(kind: Any) -> None:
     with golden(ttft_us=50_000, itl_us=1_000) as server:
         client = kind.Wire("127.0.0.1", str(server.port), 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -32,10 +33,12 @@ def write(folder: Path, *, models: dict[str, dict[str, Any]] | None = None, **kn
 
 @contextlib.asynccontextmanager
 async def running(
-    path: Path, *, tenants: str = "", capture: bool = False
+    path: Path, *, tenants: str = "", capture: bool = False, slo_ttft_s: float | None = None
 ) -> AsyncIterator[tuple[Fleet, httpx.AsyncClient]]:
     """Run a fleet until it is ready, and yield it with a client."""
     parts, _ = serve.resolve(path)
+    if slo_ttft_s is not None:  # as of a recipe
+        parts = {name: dataclasses.replace(one, ttft_s=slo_ttft_s) for name, one in parts.items()}
     folder = path.parent / "run"
     folder.mkdir()
     async with serve.fleet(parts, tenants=tenants, folder=folder, capture=capture) as fleet:

@@ -1,4 +1,4 @@
-"""A study of the golden server that takes about a minute."""
+"""A study of the golden server that takes about a minute and a half."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ output: {shape: fixed, tokens: 4}
 """
 
 
-def argv(folder: Path, name: str, *more: str, trials: int = 4, budget: str = "60s") -> list[str]:
+def argv(folder: Path, name: str, *more: str, trials: int = 4, budget: str = "100s") -> list[str]:
     """Return the command that tunes into `folder/name`: 30 configurations, half of which crash."""
     (folder / "w.yaml").write_text(_WORKLOAD)
     (folder / "s.yaml").write_text("powerband: slo/1\nttft: {p90: 300ms}\n")

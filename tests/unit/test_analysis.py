@@ -11,7 +11,7 @@ import pytest
 
 from powerband import metrics
 from powerband.bench import _best, analysis, compare, crosscheck, profiles
-from powerband.bench.level import Bench, Block, pool
+from powerband.bench.level import Block, pool
 from powerband.bench.level_controller import LevelController, Plan
 from powerband.bench.profiles import Amount
 from powerband.core.measurement import GRID, Distribution, Level, Measurement, SLOCheck, Timeline, Verdict
@@ -20,7 +20,6 @@ from powerband.core.slo import SLO
 from powerband.core.workload import Turns, Workload
 from powerband.load import prompts, tokens
 from powerband.load.generator import LoadProgress
-from powerband.load.wire import Target
 from powerband.reports import console, html
 from powerband.store import records as files
 
@@ -202,17 +201,9 @@ def priced(*, prompt: int) -> Level:
     block = Block(
         plan=Plan(WORKLOAD, window_s=10, requests=100), measured=made, failed=0, errors={}, departed=100, warmup_s=1,
         window_s=10, client={}, engine={}, crosschecks=(), timeline=Timeline(at_s=(), in_flight=()), verdicts=(),
-        early=None, records_name="",
+        early=None, decided=None, records_name="",
     )  # fmt: skip
-    bench = Bench(
-        replica=None,  # type: ignore[arg-type]
-        target=Target("http://x", "x"),
-        vocabulary=tokens.vocabulary(None),
-        directory=Path(),
-        slo=SLO.model_validate({"ttft": {"p50": 1}}),
-        price_per_h=3.6,
-    )
-    return pool(bench, [block])
+    return pool([block], slo=SLO.model_validate({"ttft": {"p50": 1}}), price_per_h=3.6)
 
 
 def test_cost_per_1m_tokens_counts_input_and_output_as_a_plan_does() -> None:

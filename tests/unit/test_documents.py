@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from powerband import SLO, Deployment, Workload, engines
+from powerband.core import yaml12
 from powerband.errors import DocumentError, InputError
 from powerband.store import documents
 
@@ -178,3 +180,9 @@ def test_any_workload_reads_back_as_itself(rate: float, think: float, seed: int)
 def test_every_example_can_be_read(path: Path) -> None:
     if path.stem != "gate":  # a CI workflow, not a Powerband document
         assert documents.read(path).kind == path.stem
+
+
+@pytest.mark.parametrize("text", ["1e1", "1E5", ".5", "0x1f", "on", "~", "null", "12:30:45", "1_000"])
+def test_a_text_that_looks_like_another_type_stays_a_text(text: str) -> None:
+    written = yaml.dump({"one": text}, Dumper=yaml12.Dumper)
+    assert yaml12.read(written, source="f.yaml")[0] == {"one": text}

@@ -47,8 +47,9 @@ def test_llamacpp_writes_flags_pairs_lists_and_extras() -> None:
     )
 
 
-def test_llamacpp_downloads_a_hub_id() -> None:
-    assert command("llamacpp", source="org/model-GGUF").argv[1:3] == ("--hf-repo", "org/model-GGUF")
+def test_a_llamacpp_that_downloads_itself_gets_the_repository_and_the_file() -> None:
+    found = command("llamacpp", source="org/model-GGUF:model-q4_k_m.gguf").argv
+    assert found[1:5] == ("--hf-repo", "org/model-GGUF", "--hf-file", "model-q4_k_m.gguf")
 
 
 def test_vllm_writes_json_environment_and_adapters() -> None:
@@ -127,8 +128,16 @@ def test_a_valid_deployment_is_not_refused() -> None:
 def test_cpu_rules_do_not_apply_with_a_gpu() -> None:
     gpu = Gpu(index=0, name="NVIDIA H100 80GB HBM3", memory_bytes=80 * 2**30, free_bytes=79 * 2**30, driver="550")
     host = HOST.model_copy(update={"gpus": (gpu,)})
-    assert problems("vllm", host, pipeline_parallel_size=2, block_size=17) == {}
-    assert "tp-exceeds-gpus" in problems("vllm", host, tensor_parallel_size=3)
+    assert problems("vllm", host, block_size=16) == {}
+
+
+def test_all_kinds_of_parallelism_count_for_the_gpus() -> None:
+    gpu = Gpu(index=0, name="NVIDIA H100 80GB HBM3", memory_bytes=80 * 2**30, free_bytes=79 * 2**30, driver="550")
+    host = HOST.model_copy(update={"gpus": (gpu,) * 4})
+    assert "parallelism-exceeds-gpus" not in problems("vllm", host, tensor_parallel_size=3)
+    assert "parallelism-exceeds-gpus" in problems("vllm", host, pipeline_parallel_size=5)
+    assert "parallelism-exceeds-gpus" in problems("vllm", host, data_parallel_size=2, tensor_parallel_size=3)
+    assert "gpu-block-size" in problems("vllm", host, block_size=17)
 
 
 def test_an_unknown_flag_is_refused() -> None:

@@ -4,58 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
-from typing import Any
 
 import pytest
 import yaml
 
 from powerband import export
-from powerband.core.recipe import Recipe
 from powerband.errors import InputError
 from powerband.export import grafana
-
-_ATTAINMENT = {"value": 0.97, "low": 0.95, "high": 0.99}
-
-
-def recipe(engine: str = "llamacpp", **config: Any) -> Recipe:
-    options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in config.items())
-    slo = {"ttft": {"p95": 0.5}}
-    return Recipe.model_validate(
-        {
-            "name": "smollm2-chat",
-            "summary": "it is better",
-            "model": "/models/SmolLM2",
-            "model_digest": "sha256:0",
-            "scheme": "q8_0",
-            "weights_digest": "sha256:0",
-            "engine_version": "0.32.0",
-            "deployment": {
-                "powerband": "deployment/1",
-                "name": "smollm2",
-                "engine": engine,
-                "variant": {"source": "/data/variants/SmolLM2.gguf"},
-                "config": config,
-            },
-            "settings": {},
-            "promise": {
-                "slo": slo,
-                "rate_per_s": 2.5,
-                "attainment": _ATTAINMENT,
-                "memory_bytes": 2**30,
-                "in_flight": 6,
-                "prefix_hit_share": 0.5,
-            },
-            "workload": {
-                "arrivals": {"process": "poisson", "rate_per_s": 1},
-                "prompt": {"shape": "fixed", "tokens": 8},
-                "output": {"shape": "fixed", "tokens": 8},
-            },
-            "validity": {},
-            "usd_per_h": 1.0,
-            "usd_per_1m_tokens": 1.0,
-            "command": f"/opt/llama-server --model /data/variants/SmolLM2.gguf {options}",
-        }
-    )
+from support.recipes import recipe
 
 
 def test_every_target_writes_files_and_containers_start_with_the_measured_options() -> None:
@@ -71,6 +27,7 @@ def test_every_target_writes_files_and_containers_start_with_the_measured_option
             assert args[args.index(option) + 1] == measured[measured.index(option) + 1]
         assert args[args.index("--model") + 1] == "/models/SmolLM2.gguf"
         assert args[args.index("--host") + 1] == "0.0.0.0"
+    assert service["image"] == pod["image"] == "ghcr.io/ggml-org/llama.cpp:server-b9603"
     assert service["volumes"] == ["/data/variants/SmolLM2.gguf:/models/SmolLM2.gguf:ro"]
     assert [one["kind"] for one in manifests] == [
         "Deployment", "Service", "PodDisruptionBudget", "HorizontalPodAutoscaler", "InferencePool",

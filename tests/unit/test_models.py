@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from powerband.core import gguf
-from powerband.core.model import from_config_json, from_gguf
+from powerband.core import gguf, hub_id
+from powerband.core.model import Model, from_config_json, from_gguf
 
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
@@ -82,3 +82,51 @@ def test_a_truncated_header_is_refused(cut: int) -> None:
 def test_other_files_are_refused(data: bytes) -> None:
     with pytest.raises(gguf.NotGguf):
         gguf.read_header(io.BytesIO(data))
+
+
+@pytest.mark.parametrize(
+    ("source", "parts", "name"),
+    [
+        ("acme/tiny-1b", ("acme/tiny-1b", None, None), "tiny-1b"),
+        ("acme/tiny-1b@refs/pr/3", ("acme/tiny-1b", "refs/pr/3", None), "tiny-1b"),
+        ("acme/tiny.v2@main:q4/tiny-q4.gguf", ("acme/tiny.v2", "main", "q4/tiny-q4.gguf"), "tiny-q4"),
+        ("a/b", ("a/b", None, None), "b"),
+        ("a-b_c/tiny_", ("a-b_c/tiny_", None, None), "tiny_"),
+        (f"acme/{'b' * 91}", (f"acme/{'b' * 91}", None, None), "b" * 91),
+    ],
+)
+def test_a_hub_id_has_a_revision_and_a_file(source: str, parts: tuple[str, ...], name: str) -> None:
+    found = hub_id.parse(source)
+    assert found and (found.repo, found.revision, found.file) == parts and str(found) == source
+    assert Model(source=source).name == name
+
+
+def test_a_hub_id_is_short_in_messages() -> None:
+    pinned, branch = hub_id.parse(f"acme/tiny@{'a' * 40}:b.gguf"), hub_id.parse("acme/tiny@main")
+    assert pinned and pinned.pinned and pinned.short == "acme/tiny@aaaaaaa:b.gguf"
+    assert branch and not branch.pinned and branch.short == "acme/tiny@main"
+
+
+@pytest.mark.parametrize(
+    "path", ["models/tiny.gguf", "/models/tiny", "./tiny", "~/tiny", "tiny", "a/b/c", "a/b.safetensors", "http://a/b"]
+)
+def test_a_path_is_not_a_hub_id(path: str) -> None:
+    assert hub_id.parse(path) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "out/step--100",
+        "runs/model-",
+        "runs-/model",
+        "runs/model.",
+        "a/b..c",
+        "x/y.git",
+        "acme/mod\u00e8le",
+        f"acme/{'b' * 92}",
+        "out/step--100@main",
+    ],
+)
+def test_a_name_that_the_hub_refuses_is_not_a_hub_id(name: str) -> None:
+    assert hub_id.parse(name) is None

@@ -18,8 +18,8 @@ from powerband.observe.capture import capture
 from powerband.observe.drift import DriftDetector
 from powerband.observe.retune import requests_since_drift
 from powerband.serve import ModelSpec
+from powerband.serve.router.capture import next_id
 from powerband.serve.router.redaction import redacted
-from powerband.serve.router.telemetry import next_id
 from powerband.store import documents
 
 CHAT = cast(Workload, documents.find("workload", "chat"))

@@ -25,7 +25,8 @@ from powerband.plan.step_time import StepTimes
 from powerband.plan.step_work import Batch, Split, Steps
 from powerband.reports import plan as report
 from powerband.runtime import model_files
-from powerband.store import documents
+from powerband.store import documents, schemes
+from powerband.store.schemes import all_schemes
 
 LENGTHS = Lengths(prompt=512, output=128, max_tokens=4096)
 
@@ -39,9 +40,9 @@ def offer(name: str, count: int) -> Offer:
     return Offer(device, count, device.price.usd_per_h)
 
 
-def found(name: str, on: Offer, *schemes: str) -> list[Option | Rejection]:
-    chosen = [one for one in plan.all_schemes() if one.name in schemes]
-    return list(options(model(name), on, LENGTHS, chosen, wanted_engine="vllm"))
+def found(name: str, on: Offer, *schemes: str, lengths: Lengths = LENGTHS) -> list[Option | Rejection]:
+    chosen = [one for one in all_schemes() if one.name in schemes]
+    return list(options(model(name), on, lengths, chosen, wanted_engine="vllm"))
 
 
 def test_llama_70b_fits_one_h100_in_four_bits_and_not_in_sixteen() -> None:
@@ -51,15 +52,92 @@ def test_llama_70b_fits_one_h100_in_four_bits_and_not_in_sixteen() -> None:
     assert fits and all(isinstance(one, Option) for one in fits)
 
 
-def test_a_device_that_does_not_support_a_data_type_is_rejected() -> None:
-    (rejected,) = found("meta-llama/Meta-Llama-3.1-8B", offer("a100-80", 1), "fp8-dynamic")
-    assert isinstance(rejected, Rejection) and "does not support" in rejected.reason
+def test_a_scheme_that_is_documented_not_to_run_is_rejected_with_the_source() -> None:
+    (rejected,) = found("meta-llama/Meta-Llama-3.1-8B", offer("b200-sxm", 1), "w8a8-int8")
+    assert isinstance(rejected, Rejection) and "not supported on NVIDIA Blackwell" in rejected.reason
+    assert "https://" in rejected.reason
+
+
+def test_a_weight_only_scheme_saves_memory_but_computes_in_16_bits() -> None:
+    def steps(device: str) -> Steps:
+        first = found("meta-llama/Meta-Llama-3.1-8B", offer(device, 1), "fp8-dynamic")[0]
+        assert isinstance(first, Option)
+        return first.steps
+
+    ampere, hopper = steps("a100-80"), steps("h100-sxm")
+    assert ampere.weight_bytes == hopper.weight_bytes
+    assert ampere.scheme.compute_dtype({"fp8": 1}) == "bf16" and hopper.scheme.compute_dtype({"fp8": 1}) == "fp8"
+
+
+def test_of_schemes_with_equal_bits_the_native_one_is_offered() -> None:
+    options = found("meta-llama/Meta-Llama-3.1-8B", offer("a100-80", 1), "fp8-dynamic", "w8a8-int8")
+    assert {one.scheme.name for one in options if isinstance(one, Option)} == {"w8a8-int8"}
+    options = found("meta-llama/Meta-Llama-3.1-8B", offer("rtx-5090", 1), "fp8-dynamic", "w8a8-int8")
+    assert {one.scheme.name for one in options if isinstance(one, Option)} == {"fp8-dynamic"}
+
+
+def test_kv_formats_that_a_device_lacks_are_rejected() -> None:
+    options = found("Qwen/Qwen3-0.6B", offer("t4", 1), "bf16")
+    assert {one.kv_format for one in options if isinstance(one, Option)} == {"auto"}
+    assert [one.what for one in options if isinstance(one, Rejection)] == ["fp8 KV"]
+
+
+def test_what_is_not_documented_is_offered_last_and_marked() -> None:
+    unknown = plan.device("rtx-4090").model_copy(update={"family": None})
+    found = planned("Qwen/Qwen3-8B", Offer(unknown, 1, 0.01), offer("h100-sxm", 1))
+    documented = [one.documented for one in found.candidates]
+    assert documented == sorted(documented, reverse=True) and set(documented) == {True, False}
+    assert found.candidates[-1].usd_per_1m_tokens.value < found.candidates[0].usd_per_1m_tokens.value
+    assert "not documented for this device" in rendered(found)
+
+
+def test_the_first_choice_keeps_the_quality_floor() -> None:
+    def first(floor: str) -> Candidate:
+        found = documents.find("quality", floor)
+        return planned("meta-llama/Meta-Llama-3.1-8B", offer("m4-max", 1), floor=found).candidates[0]
+
+    lenient, strict = first("lenient"), first("strict")
+    assert lenient.quality and strict.quality
+    assert schemes.scheme(strict.scheme).linear_bits > schemes.scheme(lenient.scheme).linear_bits
+    assert lenient.usd_per_1m_tokens.value < strict.usd_per_1m_tokens.value
 
 
 def planned(name: str, *offers: Offer, **changes: object) -> Plan:
     workload, slo = documents.find("workload", "chat"), documents.find("slo", "interactive")
     assert isinstance(workload, Workload) and isinstance(slo, SLO)
     return plan.plan(plan.PlanSpec(model=model(name), workload=workload, slo=slo, offers=offers, **changes))  # type: ignore[arg-type]
+
+
+def test_the_context_holds_the_last_turn_of_a_session() -> None:
+    lengths = {"prompt": {"shape": "fixed", "tokens": 500}, "output": {"shape": "fixed", "tokens": 100}}
+    arrivals = {"process": "poisson", "rate_per_s": 1}
+    session = Workload.model_validate({"arrivals": arrivals, **lengths, "turns": {"count": 8}})
+    requests = plan.sample_requests(session, model("Qwen/Qwen3-8B"))
+    assert requests.lengths.max_tokens >= 8 * 600 and requests.lengths.prompt == pytest.approx(500 + 3.5 * 600)
+    assert len(requests.due) == len(requests.prompts) and requests.due[-1] == pytest.approx(len(requests.due), rel=0.1)
+
+
+def test_requests_that_exceed_the_context_of_the_model_are_refused() -> None:
+    coding, llama = documents.find("workload", "coding-agent"), model("meta-llama/Meta-Llama-3.1-8B")
+    assert isinstance(coding, Workload)
+    assert plan.sample_requests(coding, llama.model_copy(update={"context_tokens": None})).lengths.max_tokens > 200_000
+    with pytest.raises(InputError, match=r"longer than the model's context of 131072 tokens"):
+        plan.sample_requests(coding, llama.model_copy(update={"context_tokens": 131_072}))
+
+
+def test_lora_adapters_take_memory_for_every_tenant() -> None:
+    """A rank of 16 on all linear layers of Llama 3.1 8B has 41,943,040 parameters, as PEFT prints them."""
+    llama = model("meta-llama/Meta-Llama-3.1-8B")
+    assert llama.shape and llama.shape.adapter_elements(16) == 41_943_040
+    without, tenants = Lengths(500, 100, 2048), Lengths(500, 100, 2048, adapters=64, adapter_rank=16)
+    plain, multi = (found("meta-llama/Meta-Llama-3.1-8B", offer("l4", 1), "fp8-dynamic", lengths=one)[0]
+                    for one in (without, tenants))  # fmt: skip
+    assert isinstance(plain, Option) and isinstance(multi, Option)
+    assert plain.memory.kv_cache - multi.memory.kv_cache == pytest.approx(64 * 2 * 41_943_040, rel=0.01)
+    assert multi.deployment()["config"]["max_loras"] == 64
+    deployment = engines.deployment_of({name: one for name, one in multi.deployment().items() if name != "powerband"})
+    checked = engines.get("vllm").footprint(deployment, model=llama, host=host_of(multi.offer.device, 1))
+    assert checked.overhead_bytes == multi.memory.overhead
 
 
 def test_four_replicas_beat_one_split_in_four_if_one_device_is_enough() -> None:
@@ -169,7 +247,7 @@ def _prefill(tokens: float, context: float, prompts: float) -> Batch:
 def steps_of(source: str, scheme: str) -> Steps:
     shape = model(source).shape
     assert shape is not None
-    return Steps(shape, next(one for one in plan.all_schemes() if one.name == scheme), Split())
+    return Steps(shape, next(one for one in all_schemes() if one.name == scheme), Split())
 
 
 def step_times(source: str, **truth: float) -> StepTimes:
@@ -263,7 +341,7 @@ def test_a_narrow_kv_cache_saves_time_on_a_gpu_but_not_on_a_cpu(name: str, faste
     assert shape is not None
 
     def seconds(kv_bytes: float) -> float:
-        steps = Steps(shape, plan.scheme("bf16"), Split(), kv_bytes=kv_bytes)
+        steps = Steps(shape, schemes.scheme("bf16"), Split(), kv_bytes=kv_bytes)
         return StepTimes(steps, device, Coefficients(engine="vllm"))(Batch(decodes=64, decode_context=2000))
 
     wide, narrow = seconds(2.0), seconds(1.0)
@@ -339,7 +417,7 @@ def test_without_a_load_the_plan_states_what_all_offered_devices_sustain() -> No
     first = answer.candidates[0]
     assert first.fleet_per_s is not None
     head, row = (line.split() for line in rendered(answer).splitlines() if line.startswith(("on ", "h100-sxm ")))
-    assert head[-1] == "all/s" and row[-1] == f"{first.fleet_per_s.value:,.0f}"
+    assert head[-2] == "all/s" and row[-2] == f"{first.fleet_per_s.value:,.0f}"
     assert "all offered h100-sxm together: 6 replicas" in rendered(answer)
 
 
@@ -350,10 +428,10 @@ def test_with_a_load_the_plan_states_what_the_load_needs() -> None:
 
 
 def test_a_rejection_names_its_remedy_in_a_complete_sentence() -> None:
-    answer = planned("meta-llama/Meta-Llama-3.1-8B", offer("a100-80", 1), schemes=("bf16", "fp8-dynamic"))
+    answer = planned("meta-llama/Meta-Llama-3.1-8B", offer("b200-sxm", 1), schemes=("bf16", "w8a8-int8"))
     text = rendered(answer, why=True)
-    assert "fp8-dynamic computes in fp8, which a100-80 does not support." in text
-    assert "Use a scheme that computes in one of: bf16, int8." in text
+    assert "not supported on NVIDIA Blackwell for servers (SM100) (from compute capability 10.0)" in text
+    assert "Use another scheme." in text
     assert "take" not in text
 
 

@@ -255,9 +255,12 @@ async def test_usage_and_limits_of_a_tenant() -> None:
         with pytest.raises(RequestRejected) as rejected:
             await scheduler.pick(body(model=wanted), request_id=wanted, tenant="me", headers={})
         assert rejected.value.status == status
-    scheduler.finish("first", RequestOutcome(200, output_tokens=500_000, prompt_tokens=7))
+    scheduler.finish("first", RequestOutcome(200, output_tokens=500_000, prompt_tokens=1_000_000))
     usage = scheduler.admission.usage_of("me")
-    assert (usage.usd, usage.prompt_tokens, usage.running, usage.rejected) == (1.0, 7, 0, 2)
+    assert (usage.usd, usage.prompt_tokens, usage.running, usage.rejected) == (3.0, 1_000_000, 0, 2)
+    await scheduler.pick(body(), request_id="failed", tenant="me", headers={})
+    scheduler.finish("failed", RequestOutcome(502, prompt_tokens=1_000_000))
+    assert usage.usd == 3.0  # no answer, no cost
 
 
 async def test_slots_are_freed_when_envoy_exits() -> None:

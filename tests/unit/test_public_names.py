@@ -108,7 +108,6 @@ def test_exit_codes_are_distinct_and_documented() -> None:
 @pytest.mark.parametrize(
     ("args", "new"),
     [
-        (["adopt", "missing.json"], "powerband import"),
         (["tune", "missing", "--on", "h100", "--profile", "hybrid"], "--slo"),
         (["evaluate", "missing.yaml", "--reference", "missing.yaml", "--floor=strict"], "--quality"),
     ],

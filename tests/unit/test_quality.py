@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from powerband import catalog
+from powerband import catalog, inputs
 from powerband.core.quality import Bound, QualityFloor
 from powerband.core.scoring import TokenDistribution
 from powerband.core.statistics import Interval
 from powerband.engines.llamacpp import ENGINE as LLAMACPP
 from powerband.engines.vllm import ENGINE as VLLM
 from powerband.errors import DocumentError, InputError
-from powerband.evaluate import gate
-from powerband.evaluate.tasks import spread
+from powerband.evaluate import EvaluateSpec, gate
+from powerband.evaluate.probes import SAMPLES_PER_CLASS, probes, reserve, scored_positions
+from powerband.evaluate.tasks import QuestionTask, spread
 from powerband.evaluators import fidelity, graders, lm_eval, questions, recall
 from powerband.evaluators.fidelity import TextComparison
 from powerband.store import documents
@@ -165,6 +166,49 @@ def test_fidelity_can_fail_and_only_tasks_or_an_indistinguishable_candidate_pass
     agreed = gate.figure("top1_agreement", "", Interval(0.99, 0.985, 0.995), 50, None)
     verdict, reason = gate.verdict(required, [tiny, agreed])
     assert verdict == "pass" and "indistinguishable" in reason
+
+
+def test_what_is_measured_at_the_length_of_the_traffic_can_only_fail_a_deployment() -> None:
+    required = floor('fidelity: {kl_mean: "<= 0.05", kl_late: "<= 0.1"}\ntasks: {recall: {recovery: ">= 0.98"}}')
+    bounds, recovery = required.fidelity, required.tasks["recall"].recovery
+    good = gate.figure("kl_mean", "", Interval(0.02, 0.01, 0.03), 50, bounds["kl_mean"])
+    scored = gate.figure("recall recovery", "", Interval(1.0, 0.99, 1.01), 200, recovery)
+    few = gate.figure("kl_late", "", Interval(0.05, 0.01, 0.3), 2, bounds["kl_late"])
+    faulty = gate.figure("kl_late", "", Interval(1.5, 0.8, 3.0), 2, bounds["kl_late"])
+    assert gate.verdict(required, [good, scored])[0] == "pass"  # short traffic has no such figure
+    assert gate.verdict(required, [good, scored, few])[0] == "pass"
+    assert gate.verdict(required, [good, scored, faulty])[0] == "fail"
+
+
+def test_long_traffic_adds_probes_of_its_length() -> None:
+    short, long = probes(traffic_tokens=300), probes(traffic_tokens=4000)
+    assert short == probes() and not {one.kind for one in short.texts} & {"late"}
+    late = [one for one in long.texts if one.kind == "late"]
+    depth = [one for one in long.chats if one.kind == "depth"]
+    assert len(late) == len(depth) == 12 and all(one.tokens == 4000 for one in late)
+    assert len({one.text for one in late}) == 12 and all(len(one.text) > 3.5 * 4000 for one in late)
+    places = [one.turns[0].index("Remember this code") / len(one.turns[0]) for one in depth]
+    assert [round(one, 1) for one in places[:3]] == [0.1, 0.5, 0.9]
+    assert len([one for one in probes(traffic_tokens=100_000).texts if one.kind == "late"]) == 2
+    positions = scored_positions(range(4000), "late")
+    assert len(positions) == 16 and min(positions) == 3000 and max(positions) < 4000
+
+
+def test_an_undecided_verdict_has_a_reserve_of_other_probes_and_questions() -> None:
+    first, others = probes(), reserve()
+    assert not {one.text for one in first.texts} & {one.text for one in others.texts}
+    assert not set(first.chats) & set(others.chats)
+    assert not {one.text for one in others.texts} & set(catalog.calibration_texts())
+    assert len(others.chats) == len(set(others.chats)) == 3 * (40 - SAMPLES_PER_CLASS + 80)
+    required = floor('fidelity: {kl_mean: "<= 0.05"}\ntasks: {recall: {recovery: ">= 0.9"}}')
+    recalled = inputs.tasks((), required, source="model", max_questions=200)["recall"]
+    assert recalled.size == 200 and recalled.further and recalled.further.size == 400
+    asked = QuestionTask(recall.questions(200), recall.questions(600)[200:])
+    spec = EvaluateSpec(required, first, others, tasks={"recall": asked})
+    rest, half = spec.of_reserve(60), spec.of_reserve(600)
+    assert rest and rest.share == 1 and rest.probes == others and rest.tasks["recall"].size == 400
+    assert half and half.share == 0.5  # of three times as much: half an hour exceeds the limit
+    assert not spec.of_reserve(6000) and not rest.of_reserve(60)
 
 
 def test_an_invalid_floor_is_rejected() -> None:

@@ -1,5 +1,7 @@
 """Quantizers: the commands that create a variant, and the inputs that are rejected before any of them runs."""
 
+import re
+
 import pytest
 
 from powerband import catalog, quantize, quantizers
@@ -7,6 +9,7 @@ from powerband.core.model import Model
 from powerband.errors import InputError
 from powerband.quantizers import llmcompressor
 from powerband.quantizers.base import Job
+from powerband.quantizers.llmcompressor import UNQUANTIZED
 
 TOOLS = {"python": "python", "converters": "conv", "llama-imatrix": "imatrix", "llama-quantize": "quantize"}
 
@@ -25,6 +28,7 @@ def model(**changes: object) -> Model:
 def titles(scheme: str, **changes: object) -> list[str]:
     job = Job(
         model=model(**changes),
+        weights="tiny",
         scheme=scheme,
         folder="out",
         shared="base",
@@ -43,7 +47,7 @@ def test_gguf_steps_convert_compute_the_importance_matrix_and_quantize() -> None
 
 
 def test_the_file_is_named_for_model_and_scheme() -> None:
-    job = Job(model=model(), scheme="q4_k_m", folder="out", shared="base", threads=2)
+    job = Job(model=model(), weights="tiny", scheme="q4_k_m", folder="out", shared="base", threads=2)
     last = quantizers.for_scheme("q4_k_m").steps(job, TOOLS)[-1]
     assert last.argv == ("quantize", "base/base.gguf", "out/tiny.Q4_K_M.gguf", "Q4_K_M", "2")
 
@@ -80,3 +84,22 @@ def test_calibration_texts_are_interleaved_and_disjoint_from_evaluation_texts() 
     assert len(mixed) >= 128 and "def " in mixed[1]
     judging = {"\n".join(one.get("turns") or [one["text"]]) for kind in catalog.CLASSES for one in catalog.texts(kind)}
     assert not judging & set(mixed)
+
+
+@pytest.mark.parametrize(
+    ("module", "kept"),
+    [
+        ("lm_head", True),
+        ("model.layers.0.mlp.gate", True),  # Qwen3-MoE, DeepSeek
+        ("model.layers.0.mlp.shared_expert_gate", True),  # Qwen2-MoE
+        ("model.layers.0.block_sparse_moe.gate", True),  # Mixtral
+        ("model.layers.0.mlp.router", True),  # gpt-oss
+        ("model.layers.0.feed_forward.router", True),  # Llama 4
+        ("model.layers.0.mlp.gate_proj", False),
+        ("model.layers.0.mlp.experts.7.gate_proj", False),
+        ("model.layers.0.self_attn.q_proj", False),
+    ],
+)
+def test_routers_stay_in_16_bits(module: str, kept: bool) -> None:
+    patterns = [one.removeprefix("re:") if one.startswith("re:") else re.escape(one) for one in UNQUANTIZED]
+    assert any(re.fullmatch(one, module) for one in patterns) == kept

@@ -40,6 +40,7 @@ def test_every_rule_uses_only_known_names(name: str) -> None:
 
     engine = engines.get(name)
     facts = {"gpus", "cores", "last_core", "compiler", "slots", "context_per_slot", "max_ctx_size"}
+    facts |= {"gpus_needed", "parallelism"}
     from powerband.core.model import Model
 
     known = set(engine.config_type.model_fields) | {f"model_{field}" for field in Model.model_fields} | facts

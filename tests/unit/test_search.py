@@ -15,8 +15,8 @@ from powerband.core.engine import Lever
 from powerband.core.measurement import GRID, Distribution, Level, SLOCheck, Timeline, Verdict
 from powerband.core.recipe import Recipe
 from powerband.core.slo import SLO
-from powerband.core.statistics import Interval
-from powerband.core.study import Outcome, Settings, SpeculationResult, Study, Trial, render_settings
+from powerband.core.statistics import UNBOUNDED, Interval
+from powerband.core.study import Outcome, Settings, SpeculationResult, Study, Trial, rate_of, render_settings
 from powerband.core.workload import Workload
 from powerband.engines.vllm import VllmConfig
 from powerband.errors import EngineError, InputError, InvalidMeasurement
@@ -69,12 +69,31 @@ SPEC = TuneSpec("golden", traffic(process="poisson", rate_per_s=1), SLO.model_va
 
 
 def study(search: Search, trials: int, value: Callable[[Settings], float] = truth) -> list[Trial]:
+    """Run trials that all reach the last rung."""
     found: list[Trial] = []
-    while len(found) < trials and (settings := search.next(found)):
-        rate = value(settings)
+    while len(found) < trials and (step := search.next(found)):
+        rate = value(step.settings)
         outcome = "feasible" if rate else "failed"
-        found.append(Trial(number=len(found) + 1, settings=settings, outcome=outcome, max_rate_per_s=rate, value=rate))
+        found.append(
+            Trial(number=step.number, settings=step.settings, outcome=outcome, max_rate_per_s=rate, value=rate)
+        )
     return found
+
+
+def test_combinations_that_cannot_run_are_never_tried() -> None:
+    cannot_run = {key(one): "too large" for one in SPACE if one.get("slots") == "16" or one.get("batch") == "32"}
+    search = Search(replace(SPACE, cannot_run=cannot_run), expected=planned, seed=3)
+    tried = {key(one.settings) for one in study(search, 100)}
+    assert tried and not tried & cannot_run.keys()
+
+
+def screened(number: int, settings: Settings, rate: float) -> Trial:
+    estimate = Interval(rate, rate / 2, rate * 2)
+    return Trial(number=number, settings=settings, outcome="screened", estimate_per_s=estimate, value=rate)
+
+
+def feasible(trial: Trial) -> Trial:
+    return trial.model_copy(update={"outcome": "feasible", "max_rate_per_s": rate_of(trial)})
 
 
 def test_settings_map_to_knobs_and_defaults() -> None:
@@ -94,21 +113,69 @@ def test_settings_are_rendered_by_lever_without_defaults() -> None:
     assert render_settings(SPACE.defaults("two"), SPACE.all_defaults) == "two default"
 
 
-def test_the_search_starts_with_engine_defaults_and_then_follows_the_plan() -> None:
-    first = study(Search(SPACE, expected=planned), 4)
-    assert [one.settings for one in first[:2]] == [SPACE.defaults("one"), SPACE.defaults("two")]
-    assert first[2].settings["weights"] == "q4" and first[2].settings["slots"] == "8"
+def test_the_search_looks_at_defaults_and_favourites_of_every_engine_before_it_climbs() -> None:
+    search, found = Search(SPACE, expected=planned), list[Trial]()
+    while (step := search.next(found)) and not step.climb:
+        found.append(screened(step.number, step.settings, truth(step.settings)))
+    assert [one.settings for one in found[:2]] == [SPACE.defaults("one"), SPACE.defaults("two")]
+    assert [one.settings["engine"] for one in found[2:4]] == ["one", "two"]
+    assert step and step.before == max(found, key=lambda one: one.value) and step.climb, (
+        "then the highest estimate climbs"
+    )
+    after = search.next([*(one for one in found if one != step.before), feasible(step.before)])
+    assert after and not after.climb and after.settings not in [one.settings for one in found], "then new settings"
 
 
-def test_the_search_tries_each_configuration_once() -> None:
-    whole = study(Search(SPACE), 100)
-    assert len(whole) == len(SPACE) == len({key(one.settings) for one in whole})
+def test_of_predictions_that_the_plan_cannot_tell_apart_the_one_nearest_to_the_defaults_is_the_favourite() -> None:
+    def expected(one: Settings) -> Interval:
+        rate = 4.0 + (one["weights"] == "q8") + 0.1 * (one.get("slots") == "16")  # 10 % apart are alike
+        return Interval(rate, 0.0, UNBOUNDED)
+
+    defaults = [screened(1, SPACE.defaults("one"), 4.0), screened(2, SPACE.defaults("two"), 4.0)]
+    step = Search(SPACE, expected=expected).next(defaults)
+    assert step and SPACE.non_default(step.settings) == {"weights": "q8"}
+
+
+def test_finalists_climb_when_there_is_no_time_for_new_settings() -> None:
+    search = Search(SPACE, expected=planned)
+    found = [screened(number, one, truth(one)) for number, one in enumerate(list(SPACE)[::4], 1)]
+    step = search.next([*found, *study(search, 4)], screen=False)
+    assert step is None or step.climb
+
+
+def test_a_disturbed_trial_is_tried_again_after_another_one() -> None:
+    search, found = Search(SPACE, expected=planned), study(Search(SPACE, expected=planned), 4)
+    found[1] = found[1].model_copy(update={"outcome": "inconclusive", "value": 0.0, "max_rate_per_s": None})
+    again = search.next(found)
+    assert again and again.before == found[1] and again.climb
+    found = [*found[:1], *found[2:], found[1].model_copy(update={"tries": 2})]
+    after = search.next(found)
+    assert after and after.before is None, "something else is tried in between"
+    found = [found[-1].model_copy(update={"tries": 3}), *found[:-1]]
+    given_up = search.next(found)
+    assert given_up and given_up.before is None
+
+
+def test_a_search_ends_where_nothing_untried_can_win() -> None:
+    whole = study(Search(SPACE, expected=planned), 100)
+    assert max(one.value for one in whole) == max(map(truth, SPACE)) and len(whole) < len(SPACE)
+    assert len({key(one.settings) for one in whole}) == len(whole)
+
+
+def test_predictions_are_corrected_by_the_trials_of_their_engine() -> None:
+    search = Search(SPACE, expected=lambda one: Interval(10 * truth(one), 0.0, UNBOUNDED))
+    default, other = SPACE.defaults("one"), {"engine": "one", "weights": "q8", "slots": "4", "chunk": "big"}
+    found = [screened(1, default, truth(default)), screened(2, SPACE.defaults("two"), truth(SPACE.defaults("two")))]
+    corrected = search.corrected(other, found)
+    assert corrected and corrected.value == pytest.approx(truth(other), rel=0.1)
+    assert corrected.low < truth(other) < corrected.high < UNBOUNDED
 
 
 def test_the_next_settings_depend_only_on_the_trials_so_far() -> None:
     whole = study(Search(SPACE, expected=planned, seed=3), 9)
     again = Search(SPACE, expected=planned, seed=3)
-    assert again.next(whole[:7]) == whole[7].settings
+    step = again.next(whole[:7])
+    assert step and step.settings == whole[7].settings
 
 
 def test_the_search_with_a_plan_beats_random_search() -> None:
@@ -128,6 +195,21 @@ def test_settings_that_are_the_only_suspect_of_a_failure_are_excluded() -> None:
 
     tried = study(Search(SPACE, expected=planned), 20, value)
     assert sum(one.settings.get("slots") == "16" for one in tried) <= 3
+
+
+def test_a_setting_that_only_failed_beside_another_suspect_is_tried_without_it() -> None:
+    """The best settings share a lever with three failures, whose other lever is the cause."""
+    search, default = Search(SPACE, expected=planned), SPACE.defaults("one")
+    bad = [default | {"slots": "16", "weights": "q4", "chunk": chunk} for chunk in ("big", "small")]
+    found = [screened(1, default, 1.0), screened(2, SPACE.defaults("two"), 0.5)]
+    found += [Trial(number=3 + number, settings=one, outcome="failed") for number, one in enumerate(bad)]
+    tried = []
+    while step := search.next(found):
+        tried.append(step.settings)
+        trial = screened(step.number, step.settings, truth(step.settings))
+        found = [*(one for one in found if one.number != step.number), feasible(trial) if step.climb else trial]
+    assert any(one["weights"] == "q4" and one.get("slots") != "16" for one in tried)
+    assert not any(one["weights"] == "q4" and one.get("slots") == "16" for one in tried)
 
 
 def test_draft_length_is_chosen_by_users_and_dropped_where_it_is_slower() -> None:
@@ -253,12 +335,12 @@ async def test_the_ablation_runs_last_and_only_if_time_is_left(
     async def confirm_rate(*_: object) -> None:
         ran.append("confirm")
 
-    async def full_quality_check(_: Settings) -> None:
-        return None
+    async def quality_check(_: Settings) -> dict[str, bool]:
+        return {"passed": True}
 
     monkeypatch.setattr(validation, "measure_interleaved", measure_interleaved)
     monkeypatch.setattr(validation, "_confirm_rate", confirm_rate)
-    monkeypatch.setattr(runner, "full_quality_check", full_quality_check)
+    monkeypatch.setattr(runner, "quality_check", quality_check)
     monkeypatch.setattr(recipe, "build_recipe", lambda *_, ablation, **__: ablation)
     study = Study(model=SPEC.model, workload=SPEC.workload, slo=SPEC.slo, trials=(trial,))
     ablation = await validation.validate(runner, study, budget_s=200.0)
@@ -362,12 +444,13 @@ def test_a_coarse_climb_brackets_the_max_rate_and_stops_below_the_minimum() -> N
         except StopIteration:
             return rates
 
-    assert run(2.5, 0.0) == [2.5, 3.25]
-    assert run(4.0, 0.0) == [4.0, 0.0, 3.077, 2.076, 2.527]
+    assert run(2.5, 0.0) == [2.5, 3.75]
+    assert run(4.0, 0.0) == [4.0, 0.0, 2.667]
     assert run(4.0, 0.0, slow=True) == [4.0, 0.0], "a miss at concurrency 1 is a miss at any rate"
     busy = (Verdict(guard="background load", valid=False, sentence="busy"),)
     assert len(run(4.0, 0.0, slow=True, verdicts=busy)) > 2, "unless a guard rejects that level"
     assert run(4.0, 4.0) == [4.0]
+    assert run(4.0, 3.5) == [4.0, 0.0, 3.5], "the last rate is the minimum"
 
 
 def test_a_journal_drops_an_incomplete_last_line(tmp_path: Path) -> None:
@@ -429,14 +512,17 @@ def test_a_setting_that_is_the_only_suspect_of_degraded_answers_is_excluded() ->
     found = study(Search(SPACE, expected=planned), 2)
     found.append(Trial(number=3, settings=refused, outcome="below the floor"))
     search, seen = Search(SPACE, expected=planned), []
-    while settings := search.next(found):
-        seen.append(settings)
-        found.append(Trial(number=len(found) + 1, settings=settings, outcome="feasible", value=truth(settings)))
-    assert len(seen) == len(SPACE) - 2 - 6 and all(one["weights"] != "q4" for one in seen)
+    while step := search.next(found):
+        seen.append(step.settings)
+        rate = truth(step.settings)
+        found.append(
+            Trial(number=step.number, settings=step.settings, outcome="feasible", value=rate, max_rate_per_s=rate)
+        )
+    assert seen and all(one["weights"] != "q4" for one in seen)
 
 
 def test_a_trial_that_was_too_slow_clears_no_quality_suspect() -> None:
-    """Int8 with fp8 is refused; bf16 with fp8 is too slow for a full quality check, so fp8 stays a suspect."""
+    """Int8 with fp8 is refused; bf16 with fp8 is too slow for a quality check, so fp8 stays a suspect."""
     weights = Lever(name="weights", settings={"bf16": {}, "int8": {}}, affects_quality=True)
     cache = Lever(name="cache", settings={"auto": {}, "fp8": {}}, affects_quality=True)
     search = Search(SearchSpace({"two": (weights, cache)}, {"two": {}}))
@@ -450,7 +536,8 @@ def test_a_trial_that_was_too_slow_clears_no_quality_suspect() -> None:
         tried("int8", "fp8", "below the floor"),
         tried("bf16", "fp8", "too slow"),
     ]
-    assert search.next(found) == {"engine": "two", "weights": "int8", "cache": "auto"}
+    step = search.next(found)
+    assert step and step.settings == {"engine": "two", "weights": "int8", "cache": "auto"}
 
 
 def test_a_noisy_third_contender_does_not_widen_the_interval_of_the_others() -> None:

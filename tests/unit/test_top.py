@@ -45,6 +45,11 @@ def test_a_fleet_fits_a_terminal() -> None:
     assert "41.3 s" in text and "145.0 MiB" in text and "75%" in text and "starting" in text
 
 
+def test_gpus_of_a_replica_are_shown_below_its_name() -> None:
+    text = shown(STATUS | {"replicas": [REPLICA | {"gpus": [4, 5]}, REPLICA]})
+    assert text.count("GPU 4,5") == 1 and "…" not in text
+
+
 def test_unknown_figures_are_not_shown() -> None:
     text = shown({"replicas": [REPLICA | {"about": ABOUT | {"ttft_s": None, "usd_per_h": 0.0}}]})
     assert "first token" not in text and "an hour" not in text

@@ -33,6 +33,13 @@ def texts(traffic: Traffic) -> list[str]:
     return [json.dumps(traffic.messages(number)) for number in range(len(traffic))]
 
 
+def test_a_later_turn_has_the_earlier_turns_in_its_prompt() -> None:
+    lengths = {"prompt": {"shape": "fixed", "tokens": 100}, "output": {"shape": "fixed", "tokens": 50}}
+    session = workload(**lengths, prefix={"tokens": 30, "distinct": 1, "share": 1.0}, turns={"count": 3})
+    traffic = prompts.prepare(session, 2, vocabulary=WORDS)
+    assert list(traffic.requests()) == [(n, prompt, 50) for n in (0, 1) for prompt in (130, 280, 430)]
+
+
 def test_the_same_seed_gives_the_same_traffic() -> None:
     one, other = (prompts.prepare(workload(seed=5), 200, vocabulary=WORDS) for _ in range(2))
     assert texts(one) == texts(other)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
 import platform
@@ -12,30 +11,27 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import powerband
 from powerband import engines
 from powerband._callable import make_callable
 from powerband.bench import profiles
-from powerband.bench.level import Bench, Block, pool
-from powerband.bench.level_controller import LevelStatus
+from powerband.bench.level import Bench, Block
+from powerband.bench.level_controller import LevelStatus, Plan
 from powerband.bench.profiles import Amount, inconclusive, meets_slo
 from powerband.core.measurement import Level, Measurement
-from powerband.core.records import Records
 from powerband.core.slo import SLO
 from powerband.core.workload import Workload
 from powerband.engines.base import Engine
 from powerband.errors import InputError
 from powerband.launchers.local import Prepared
-from powerband.load import generator, prompts, tokens, wire
-from powerband.load.generator import LoadProgress
+from powerband.load import prompts, tokens, wire
 from powerband.load.wire import Target
+from powerband.runtime import model_files
 from powerband.runtime.replica import Replica
 
 Profile = Literal["level", "sweep", "climb"]
-_PROBE_USERS = 8
-_PROBE_RATE_SHARE = 0.7  # a climb starts at this share of the rate that the probe reaches
 
 
 @dataclass(frozen=True)
@@ -49,6 +45,7 @@ class BenchSpec:
     start_per_s: float | None = None
     min_per_s: float | None = None  # a climb stops if this rate misses the SLO
     coarse: bool = False  # a climb stops at a wide bracket without a confirming run; a closed loop stays closed
+    feasible: bool = False  # a climb does not check concurrency 1 after a missed first rate
     amount: Amount = field(default_factory=Amount)
     base: Path | None = None  # folder of the workload's relative paths
     blocks: int = 1  # windows per level, each with other requests
@@ -67,6 +64,23 @@ class BenchSpec:
                 "--profile sweep requires --rates",
                 hint="add --rates 1,2,4, or use --profile climb to find the highest rate within the SLO",
             )
+
+
+class LevelSource(Protocol):
+    """What measures blocks of requests."""
+
+    @property
+    def ended(self) -> bool:
+        """Return whether nothing more can be measured."""
+
+    async def start_rate(self, workload: Workload) -> float:
+        """Return the rate at which a climb starts."""
+
+    async def measure(self, plan: Plan) -> Block:
+        """Run one block of a level."""
+
+    def combine(self, blocks: Sequence[Block]) -> Level:
+        """Return the level of blocks of the same load."""
 
 
 @dataclass
@@ -92,9 +106,15 @@ async def bench(
     headers = tuple(replica.request_headers.items())
     context = Bench(
         replica=replica,
-        target=Target(replica.url, await replica.model_name(), headers, keep_alive=server.keep_alive),
+        target=Target(
+            replica.url,
+            await replica.model_name(),
+            headers,
+            keep_alive=server.keep_alive,
+            beside=tuple(one.url for one in replica.beside),
+        ),
         counts_at_end=server.counts_at_end,
-        vocabulary=tokens.vocabulary(spec.tokenizer or prepared.deployment.variant.source),
+        vocabulary=tokens.vocabulary(model_files.location(spec.tokenizer or prepared.deployment.variant.full_source)),
         directory=directory,
         slo=spec.slo,
         base=spec.base,
@@ -104,20 +124,7 @@ async def bench(
         stopping=stopping or threading.Event(),
         on_status=progress.on_status,
     )
-    steps = await _steps(context, spec)
-    levels: list[Level] = []
-    blocks: list[Block] = []
-    with contextlib.suppress(StopIteration):
-        plan, same = next(steps)
-        while not context.stopping.is_set():
-            block = await context.measure(plan)
-            blocks = [*blocks, block] if same else [block]
-            level = pool(context, blocks)
-            levels = [*levels[:-1], level] if same else [*levels, level]
-            progress.on_level(level)
-            if replica.process is not None and replica.process.exited.is_set():
-                break
-            plan, same = steps.send(level)
+    levels = await measure_levels(context, spec, on_level=progress.on_level)
     return Measurement(
         name=prepared.deployment.served_name,
         profile=spec.profile,
@@ -132,18 +139,37 @@ async def bench(
     )
 
 
+async def measure_levels(
+    source: LevelSource, spec: BenchSpec, *, on_level: Callable[[Level], None] = lambda _: None
+) -> list[Level]:
+    """Measure the levels of the spec's profile, until the source ends."""
+    steps = await _steps(source, spec)
+    levels: list[Level] = []
+    blocks: list[Block] = []
+    with contextlib.suppress(StopIteration):
+        plan, same = next(steps)
+        while not source.ended:
+            block = await source.measure(plan)
+            blocks = [*blocks, block] if same else [block]
+            level = source.combine(blocks)
+            levels = [*levels[:-1], level] if same else [*levels, level]
+            on_level(level)
+            plan, same = steps.send(level)
+    return levels
+
+
 async def _server_engine(replica: Replica) -> Engine[Any]:
     """Return the engine adapter of the server; a server behind a URL is identified by the name it reports."""
     llamacpp = replica.engine.attaches and await replica.server_name() == "llama.cpp"
     return engines.get("llamacpp") if llamacpp else replica.engine
 
 
-async def _steps(context: Bench, spec: BenchSpec) -> profiles.Steps:
+async def _steps(source: LevelSource, spec: BenchSpec) -> profiles.Steps:
     if spec.slo and prompts.users(spec.workload) and (spec.coarse or spec.stop_early):
         return profiles.closed_loop(spec.workload, spec.slo, spec.amount)
     if spec.profile == "climb":
         assert spec.slo is not None
-        start = spec.start_per_s or await _start_rate(context, spec.workload)
+        start = spec.start_per_s or await source.start_rate(spec.workload)
         return profiles.climb(
             spec.workload,
             spec.slo,
@@ -152,6 +178,7 @@ async def _steps(context: Bench, spec: BenchSpec) -> profiles.Steps:
             blocks=spec.blocks,
             min_per_s=spec.min_per_s or 0.0,
             coarse=spec.coarse,
+            feasible=spec.feasible,
         )
     if spec.profile == "sweep":
         return profiles.sweep(spec.workload, spec.slo, spec.amount, rates=spec.rates, blocks=spec.blocks)
@@ -159,18 +186,6 @@ async def _steps(context: Bench, spec: BenchSpec) -> profiles.Steps:
     if workload.rate_per_s is None and not prompts.users(workload):  # a trace at its recorded speed
         workload = workload.at_rate(prompts.recorded_rate(workload, base=spec.base))
     return profiles.one_level(workload, spec.slo, spec.amount, blocks=spec.blocks, stop_early=spec.stop_early)
-
-
-async def _start_rate(context: Bench, workload: Workload) -> float:
-    """Return the rate at which a climb starts: a share of the throughput of a short closed-loop probe."""
-    probe = workload.with_users(_PROBE_USERS).with_seed(workload.seed + 2**31)
-    traffic = prompts.prepare(probe, 4 * _PROBE_USERS, vocabulary=context.vocabulary, base=context.base)
-
-    def enough_answers(_: LoadProgress, records: Records) -> bool:
-        return context.stopping.is_set() or len(records) >= 2 * _PROBE_USERS
-
-    run = await asyncio.to_thread(generator.drive, context.target, traffic, until=enough_answers)
-    return max(0.01, _PROBE_RATE_SHARE * sum(run.records.complete()) / max(0.001, run.elapsed_s))
 
 
 def _best(levels: Sequence[Level]) -> int | None:

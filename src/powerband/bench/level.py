@@ -18,6 +18,7 @@ from powerband.core.measurement import CrossCheck, Level, Timeline, Verdict
 from powerband.core.records import OUTCOMES, Records
 from powerband.core.slo import SLO
 from powerband.core.statistics import Interval
+from powerband.core.workload import Workload
 from powerband.load import generator, prompts
 from powerband.load.generator import LoadProgress, Run
 from powerband.load.tokens import Vocabulary
@@ -25,6 +26,8 @@ from powerband.load.wire import Target
 from powerband.runtime.replica import Replica
 from powerband.store import records as record_files
 
+PROBE_RATE_SHARE = 0.7  # a climb starts at this share of the rate that a probe reaches
+_PROBE_USERS = 8
 _MAX_TIMELINE_POINTS = 300
 _MAX_ERRORS = 5  # kinds of error to report
 
@@ -46,6 +49,26 @@ class Bench:
     stopping: threading.Event = field(default_factory=threading.Event)
     on_status: Callable[[LevelStatus], None] = lambda _: None
     levels: int = 0  # blocks measured so far
+
+    @property
+    def ended(self) -> bool:
+        """Return whether nothing more can be measured; the first level of an engine that exited says so."""
+        return self.stopping.is_set() or (self.replica.exited() is not None and self.levels > 0)
+
+    async def start_rate(self, workload: Workload) -> float:
+        """Return the rate at which a climb starts: a share of the throughput of a short closed-loop probe."""
+        probe = workload.with_users(_PROBE_USERS).with_seed(workload.seed + 2**31)
+        traffic = prompts.prepare(probe, 4 * _PROBE_USERS, vocabulary=self.vocabulary, base=self.base)
+
+        def enough_answers(_: LoadProgress, records: Records) -> bool:
+            return self.stopping.is_set() or len(records) >= 2 * _PROBE_USERS
+
+        run = await asyncio.to_thread(generator.drive, self.target, traffic, until=enough_answers)
+        return max(0.01, PROBE_RATE_SHARE * sum(run.records.complete()) / max(0.001, run.elapsed_s))
+
+    def combine(self, blocks: Sequence[Block]) -> Level:
+        """Return the level of blocks of the same load."""
+        return pool(blocks, slo=self.slo, price_per_h=self.price_per_h)
 
     async def measure(self, plan: Plan) -> Block:
         """Run one block of a level and judge it."""
@@ -82,10 +105,15 @@ class Bench:
         return analyse_block(self, plan, traffic, run, controller, monitor, records_name=name)
 
     async def _stop_when_engine_exits(self, controller: LevelController) -> None:
-        process = self.replica.process
-        if process is not None:
-            await process.exited.wait()
-            controller.died = f"exit code {process.exit_code}"
+        exits = [asyncio.ensure_future(one.process.exited.wait()) for one in self.replica.members if one.process]
+        if exits:
+            try:
+                await asyncio.wait(exits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for one in exits:
+                    one.cancel()
+            process = self.replica.exited()
+            controller.died = f"exit code {process.exit_code if process else None}"
 
 
 @dataclass
@@ -105,6 +133,7 @@ class Block:
     timeline: Timeline
     verdicts: tuple[Verdict, ...]
     early: str | None
+    decided: str | None
     records_name: str
 
 
@@ -133,7 +162,7 @@ def analyse_block(
     # A cancelled request counts as failed only if it was unanswered at the end of the drain period.
     cancelled = OUTCOMES.index("cancelled")
     failed = sum(not complete[row] and records["outcome"][row] != cancelled for row in inside)
-    drained = controller.early is None and not users
+    drained = controller.early is None and controller.decided is None and not users
     unsent = 0 if users else sum(begin <= due < end for due in run.unsent_due)  # never sent because of --max-in-flight
     unanswered = drained * (unsent + sum(records["outcome"][row] == cancelled for row in inside))
     measured = records.select(row for row in inside if complete[row])
@@ -186,6 +215,7 @@ def analyse_block(
         timeline=_timeline(controller, monitor, run.started_ns),
         verdicts=tuple(guards.judge(evidence)),
         early=controller.early,
+        decided=controller.decided,
         records_name=records_name,
     )
 
@@ -196,7 +226,7 @@ def _session_s(controller: LevelController, run: Run) -> float:
     return statistics.quantile(sorted(controller.sessions_s or [run.elapsed_s]), 0.5)
 
 
-def pool(bench: Bench, blocks: Sequence[Block]) -> Level:
+def pool(blocks: Sequence[Block], *, slo: SLO | None, price_per_h: float | None) -> Level:
     """Combine blocks of the same load into one level; a guard that fails for one block fails for the level."""
     plan, users = blocks[0].plan, prompts.users(blocks[0].plan.workload)
     measured, window_s = Records(), sum(block.window_s for block in blocks)
@@ -207,11 +237,11 @@ def pool(bench: Bench, blocks: Sequence[Block]) -> Level:
     for block in blocks:
         errors |= {what: errors.get(what, 0) + count for what, count in block.errors.items()}
     found = analysis.samples(measured) if len(measured) else {}
-    checks = analysis.slo_checks(bench.slo, found, failed=failed) if bench.slo and found else ()
+    checks = analysis.slo_checks(slo, found, failed=failed) if slo and found else ()
     attainment = goodput = None
-    if bench.slo and found:
+    if slo and found:
         total = len(measured) + failed
-        attainment = statistics.wilson(analysis.good(bench.slo, measured), total)
+        attainment = statistics.wilson(analysis.good(slo, measured), total)
         rate = total / window_s
         goodput = Interval(attainment.value * rate, attainment.low * rate, attainment.high * rate)
     prompt_per_s, output_per_s = sum(measured["prompt"]) / window_s, sum(metrics.tokens(measured)) / window_s
@@ -234,12 +264,12 @@ def pool(bench: Bench, blocks: Sequence[Block]) -> Level:
         attainment=attainment,
         goodput_per_s=goodput,
         slo_checks=checks,
-        answered_enough=bench.slo is None or failed <= (1 - bench.slo.success) * (len(measured) + failed),
+        answered_enough=slo is None or failed <= (1 - slo.success) * (len(measured) + failed),
         prompt_tokens_per_s=prompt_per_s,
         output_tokens_per_s=output_per_s,
         tokens_per_chunk=sum(metrics.tokens(measured)) / max(1, sum(measured["chunks"])),
-        cost_per_1m_output_tokens=_cost_per_1m(bench.price_per_h, output_per_s),
-        cost_per_1m_tokens=_cost_per_1m(bench.price_per_h, both_per_s),
+        cost_per_1m_output_tokens=_cost_per_1m(price_per_h, output_per_s),
+        cost_per_1m_tokens=_cost_per_1m(price_per_h, both_per_s),
         latencies={name: analysis.distribution(sample) for name, sample in found.items()},
         client={
             "send_lag_p99_s": statistics.quantile(sorted(metrics.send_lag(measured)) or [0.0], 0.99),
@@ -250,6 +280,7 @@ def pool(bench: Bench, blocks: Sequence[Block]) -> Level:
         timeline=last.timeline,
         verdicts=tuple(verdicts),
         stopped_early=last.early,
+        decided=last.decided,
         records=tuple(block.records_name for block in blocks),
     )
 

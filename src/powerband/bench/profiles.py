@@ -17,9 +17,11 @@ from powerband.load import prompts
 
 _SPARE = 1.5  # samples relative to the minimum of the highest percentile
 _MIN_WINDOW_S, _MIN_SHORT_WINDOW_S = 10.0, 3.0
-_BRACKET, _COARSE_BRACKET = 1.1, 1.301  # a climb ends when lowest missed / highest met rate is at most this
-_STEP, _COARSE_STEP = 1.5, 1.3
+_BRACKET, _COARSE_BRACKET = 1.1, 1.5  # a climb ends when lowest missed / highest met rate is at most this
+_STEP, _COARSE_STEP = 1.5, 1.5
 _STEP_GROWTH = 1.5  # exponent by which a coarse climb's steps grow: its start may be far from the maximum
+_OVERSHOOT, _MIN_STEP = 1.25, 1.3  # of a coarse climb's step beyond the rate where a level says the maximum is
+LATENCY_STEEPNESS = 3.0  # growth of a percentile near the max rate, in units of the growth of the rate
 _MAX_TRIES = 3
 _REQUESTS_PER_USER = 2  # of a closed loop, at least
 _MIN_LOG_DISTANCE, _MAX_LOG_DISTANCE = 0.02, 1.5  # of a percentile from its bound
@@ -33,8 +35,10 @@ class Amount:
 
     window_s: float | None = None
     requests: int | None = None
+    max_window_s: float | None = None  # of a closed loop, which then ends with fewer requests
     min_requests: int | None = None  # instead of the default; more if the window would be too short
     seed: int | None = None
+    decide: bool = False  # end a level as soon as a sequential test knows its verdict
 
     def plan(self, workload: Workload, slo: SLO | None, *, block: int = 0, stop_early: bool = False) -> Plan:
         """Return the plan for a load; every block has its own seed."""
@@ -43,12 +47,14 @@ class Amount:
         if rate is None:  # a closed loop: its rate is not known in advance
             by_count = self.requests is not None and self.window_s is None
             requests = self.requests or max(200, 4 * prompts.users(workload))
-            return Plan(workload, self.window_s or _MIN_WINDOW_S, requests, stop_early, by_count)
+            return Plan(
+                workload, self.window_s or _MIN_WINDOW_S, requests, stop_early, by_count, max_window_s=self.max_window_s
+            )
         if self.window_s is not None:
             return Plan(workload, self.window_s, max(1, round(rate * self.window_s)), stop_early)
         min_requests = self.min_requests or requests_needed(slo)
         requests = self.requests or max(min_requests, math.ceil(rate * self._min_window_s(slo)))
-        return Plan(workload, requests / rate, requests, stop_early, by_count=True)
+        return Plan(workload, requests / rate, requests, stop_early, by_count=True, decide=self.decide and stop_early)
 
     def _min_window_s(self, slo: SLO | None) -> float:
         """Return the minimum window; with `min_requests`, it may be as short as ten times the longest SLO bound."""
@@ -91,11 +97,14 @@ def climb(
     blocks: int = 1,
     min_per_s: float = 0.0,
     coarse: bool = False,
+    feasible: bool = False,
 ) -> Steps:
     """Find the highest rate that meets the SLO: step up until it is missed, bisect the bracket, confirm the result.
 
     A coarse climb takes smaller steps, stops at a wider bracket and confirms nothing; `max_rate` interpolates its
-    result. If the first rate misses the SLO, the climb measures concurrency 1 and ends if that misses the SLO too.
+    result. If the first rate misses the SLO, the climb measures concurrency 1 and ends if that misses the SLO too,
+    unless the deployment is known to be `feasible` at some rate. Levels that a guard rejects decide nothing: the climb
+    ends if a rate cannot be measured.
     """
     number = 0
     met, missed = 0.0, math.inf
@@ -112,11 +121,13 @@ def climb(
             level = yield plan(rate), False
             if not inconclusive(level):
                 break
+        else:
+            return
         if meets_slo(level):
             met = rate
         else:
             missed = rate
-            if rate == start_per_s and rate > min_per_s:
+            if rate == start_per_s and rate > min_per_s and not feasible:
                 check = replace(amount, requests=_CONCURRENCY_1_REQUESTS, window_s=None)
                 level = yield check.plan(workload.with_users(1), slo, block=_MAX_STEPS * 2, stop_early=True), False
                 if level.stopped_early and not inconclusive(level):
@@ -124,7 +135,8 @@ def climb(
         if met and not math.isinf(missed):
             rate = math.sqrt(met * missed)
         else:
-            rate = met * step if met else missed / step
+            beyond = _beyond(level, step) if coarse else step
+            rate = met * beyond if met else max(missed / beyond, min_per_s)
             step **= _STEP_GROWTH if coarse else 1.0
     while met and not coarse and number < 2 * _MAX_STEPS:
         for block in range(blocks):
@@ -150,8 +162,9 @@ def max_rate(levels: Sequence[Level]) -> float | None:
     """Return the maximum rate within the SLO, between the highest rate that meets it and the lowest that misses it.
 
     The distances of the two levels from the SLO bounds give the point between them. If the higher level is within the
-    bounds but answers more slowly than requests arrive, and in a closed loop, the result is the rate of answers. None
-    if no level meets the SLO.
+    bounds but answers more slowly than requests arrive, and in a closed loop, the result is the rate of answers. If it
+    was stopped early while its queue grew, its latencies say nothing about the distance, and the result is the
+    geometric mean. None if no level meets the SLO.
     """
     if all(one.users for one in levels):
         answered = [one.achieved_per_s for one in levels if meets_slo(one)]
@@ -168,38 +181,51 @@ def max_rate(levels: Sequence[Level]) -> float | None:
         return None
     if missed is None or missed.rate_per_s is None:
         return met.rate_per_s
-    below, above = min(_log_excess(met), -_MIN_LOG_DISTANCE), _log_excess(missed)
+    if missed.stopped_early and "overload" in _failed_guards(missed):
+        return math.sqrt(met.rate_per_s * missed.rate_per_s)
+    below, above = min(log_excess(met), -_MIN_LOG_DISTANCE), log_excess(missed)
     if above <= 0:
         return min(max(missed.achieved_per_s, met.rate_per_s), missed.rate_per_s)
     part = below / (below - max(above, _MIN_LOG_DISTANCE))
     return met.rate_per_s * math.exp(part * math.log(missed.rate_per_s / met.rate_per_s))
 
 
-def _log_excess(level: Level) -> float:
+def _beyond(level: Level, step: float) -> float:
+    """Return the factor to a rate just beyond the maximum, from how far a level is from its SLO bounds."""
+    distance = math.exp(abs(log_excess(level)) / LATENCY_STEEPNESS)
+    return min(step, max(_MIN_STEP, distance * _OVERSHOOT))
+
+
+def log_excess(level: Level, *, budget_share: float = 1.0) -> float:
     """Return log(percentile / bound) of the worst SLO check, negative if all bounds are met.
 
-    It uses the stored quantile function, because a level that was stopped early has too few samples for a percentile.
+    With a share of the error budget, the percentiles are those that leave the rest of the budget. It uses the stored
+    quantile function, because a level that was stopped early has too few samples for a percentile.
     """
     found = [0.0] if not level.slo_checks else []
     for one in level.slo_checks:
-        index = bisect_left(GRID, float(one.percentile[1:]) / 100)
+        index = bisect_left(GRID, 1 - budget_share * (1 - float(one.percentile[1:]) / 100))
         found.append(math.log(max(level.latencies[one.metric].grid[index], 1e-6) / one.limit_s))
     return min(max(found), _MAX_LOG_DISTANCE)
 
 
 def inconclusive(level: Level) -> bool:
     """Return whether a disturbance of the measurement makes a level unusable as a result for its load."""
-    failed = {one.guard for one in level.failed_guards}
-    if level.stopped_early:  # the window was cut short
-        failed -= {"sample size", "steady state"}
+    failed = _failed_guards(level)
     # A closed loop cannot be overloaded, so a drift there is a disturbance.
     faults = guards.MEASUREMENT_FAULTS | ({"steady state"} if level.users else set())
     return bool(failed) and failed <= faults
 
 
 def meets_slo(level: Level) -> bool:
-    """Return whether a level is valid, complete and meets the SLO."""
-    return level.meets_slo and level.valid and not level.stopped_early
+    """Return whether a level is valid and meets the SLO: complete, or decided by a sequential test."""
+    return level.meets_slo and not _failed_guards(level) and not level.stopped_early
+
+
+def _failed_guards(level: Level) -> set[str]:
+    """Return the guards that failed, without those that a window which was cut short cannot pass."""
+    failed = {one.guard for one in level.failed_guards}
+    return failed - {"sample size", "steady state"} if level.stopped_early or level.decided else failed
 
 
 def sustains(level: Level, rate_per_s: float) -> bool:

@@ -20,6 +20,8 @@ _FOLDERS = {
     "residual": "residuals",
     "quality": "floors",
     "task": "tasks",
+    "support": "support",
+    "evidence": "evidence",
 }
 CLASSES = ("chat", "code", "maths", "prose")  # of text samples
 EVALUATION_SAMPLES = 40  # of each class; the other samples are for calibration
@@ -64,6 +66,11 @@ def _texts(content: str) -> tuple[dict[str, Any], ...]:
 def texts(content: str) -> tuple[dict[str, Any], ...]:
     """Return the evaluation samples of a class; chats have `turns`, the other classes a `text`."""
     return _texts(content)[:EVALUATION_SAMPLES]
+
+
+def reserve_texts(content: str) -> tuple[dict[str, Any], ...]:
+    """Return the evaluation samples of a class that are used only if the others do not decide."""
+    return _texts(f"{content}-reserve")
 
 
 def calibration_texts() -> list[str]:

@@ -63,7 +63,7 @@ def bench(
     engine: options.Engine = None,
     set_: options.Set = None,
     engine_path: options.EnginePath = None,
-    ready_timeout: options.ReadyTimeout = "600s",
+    ready_timeout: options.ReadyTimeout = None,
     output: Annotated[
         str | None, typer.Option(metavar="DIR", help="Directory for results.", show_default="a new run directory")
     ] = None,
@@ -149,6 +149,7 @@ def _measure(arguments: dict[str, Any], *, json: bool) -> tuple[Measurement, Pat
                 progress=Progress(view.on_status, view.on_level),
                 on_problem=lambda problem: console.print(warning(problem.sentence, problem.hint)),
                 on_start=on_start,
+                report=console.print,
             )
 
     try:

@@ -35,7 +35,7 @@ def check(
             raise InputError(f"{file} is a {document.kind}; --here is for deployments", hint="omit --here")
         from powerband.launchers import local
 
-        warnings = local.prepare(document).problems
+        warnings = local.prepare(document, download=False).problems
     if json:
         found = [problem.model_dump() for problem in warnings]
         emit({"file": file, "kind": document.kind, "digest": document.digest(), "warnings": found})

@@ -11,7 +11,7 @@ from typer.core import TyperCommand, TyperGroup
 
 # Help shows the commands in these groups, in this order.
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "Plan": ("doctor", "list", "engine", "plan"),
+    "Plan": ("doctor", "selftest", "adopt", "list", "engine", "plan"),
     "Measure": ("run", "bench", "quantize", "evaluate", "diff", "import"),
     "Tune": ("tune", "verify"),
     "Serve": ("serve", "key", "rollout", "export"),
@@ -20,7 +20,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 }
 
 # Names of 0.1 that still work, with a deprecation line on stderr.
-RENAMED_COMMANDS: Mapping[str, str] = {"adopt": "import"}
+RENAMED_COMMANDS: Mapping[str, str] = {}
 RENAMED_OPTIONS: Mapping[str, Mapping[str, str]] = {
     "evaluate": {"--floor": "--quality", "--whole": "--full", "--again": "--refresh"},
     "observe": {"--every": "--interval"},

@@ -38,7 +38,8 @@ def doctor(*, json: Json = False) -> None:
     table.add_row("[bold]compiler[/]", host.compiler or "none; builds use one from the package registry")
     for gpu in host.gpus:
         free = f"{about_bytes(gpu.memory_bytes)}, {about_bytes(gpu.free_bytes)} free"
-        table.add_row(f"[bold]GPU {gpu.index}[/]", f"{gpu.name}, {free}, driver {gpu.driver}")
+        holder = f", held by process {report.held[gpu.id]}" if gpu.id in report.held else ""
+        table.add_row(f"[bold]GPU {gpu.index}[/]", f"{gpu.name}, {free}, driver {gpu.driver}{holder}")
     if not host.gpus:
         table.add_row("[bold]GPU[/]", "none")
     for one in report.engines:

@@ -39,6 +39,9 @@ def evaluate(
     samples: Annotated[
         int, typer.Option(min=8, max=40, metavar="N", help="Texts of each class and chats of each kind.")
     ] = 24,
+    reserve: Annotated[
+        str, typer.Option(metavar="TIME", help="Engine time for further probes if the verdict is undecided; 0s: none.")
+    ] = "15min",
     engine: options.Engine = None,
     set_: options.Set = None,
     output: Annotated[
@@ -70,6 +73,7 @@ def evaluate(
         run_code=run_code,
         workload=workload,
         samples=samples,
+        reserve=reserve,
         engine=engine,
         set=set_ or (),
         report=lambda message: console.print(f"[dim]{message}[/]"),

@@ -10,6 +10,7 @@ from powerband.cli import options
 from powerband.cli.output import emit, stderr
 
 TARGETS = ("command", "compose", "kubernetes", "ray-serve", "systemd", "grafana", "alerts")
+_WITH_IMAGE = ("compose", "kubernetes")
 
 
 def export(
@@ -18,6 +19,12 @@ def export(
     to: Annotated[str, typer.Option(**options.choice("target", TARGETS), help="Target system.")] = "command",
     output: Annotated[
         str | None, typer.Option(metavar="DIR", help="Directory for the files.", show_default="stdout, if one file")
+    ] = None,
+    image: Annotated[
+        str | None,
+        typer.Option(
+            metavar="IMAGE", help="Container image.", show_default="the published image of the engine's build"
+        ),
     ] = None,
     json: options.Json = False,
 ) -> None:
@@ -33,7 +40,9 @@ def export(
     from powerband.errors import InputError
     from powerband.store import documents
 
-    files = stage.export(documents.read_as(Recipe, Path(recipe)), to)
+    if image is not None and to not in _WITH_IMAGE:
+        raise InputError("--image applies to compose and kubernetes", hint=f"omit --image with --to {to}")
+    files = stage.export(documents.read_as(Recipe, Path(recipe)), to, image=image)
     if json:
         emit({"to": to, "files": files})
         return

@@ -11,6 +11,7 @@ import typer
 
 from powerband import __version__
 from powerband.cli import (
+    adopt,
     bench,
     check,
     diff,
@@ -26,6 +27,7 @@ from powerband.cli import (
     rollout,
     run,
     schema,
+    selftest,
     serve,
     show,
     top,
@@ -48,6 +50,12 @@ app = typer.Typer(
 app.add_typer(engine.app, name="engine")
 for _name, _function, _examples in (
     ("doctor", doctor.doctor, "powerband doctor"),
+    (
+        "selftest",
+        selftest.selftest,
+        "powerband selftest\npowerband selftest ./Qwen3-0.6B --budget 20min --output gpu-server.json",
+    ),
+    ("adopt", adopt.adopt, "powerband adopt selftest.json"),
     ("list", list_.list_, "powerband list devices\npowerband list workloads --json"),
     (
         "plan",

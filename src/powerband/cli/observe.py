@@ -57,7 +57,7 @@ def observe(
     folder = Path(fleet)
 
     def tasks(recipe: Recipe) -> dict[str, Task]:
-        return inputs.tasks(task or [], recipe.promise.quality, source=recipe.model, max_questions=200)
+        return inputs.tasks(task or [], recipe.promise.quality, source=recipe.model)
 
     if auto:
         policy = RetunePolicy(inputs.seconds(budget), idle_s=inputs.seconds(idle), requests=requests)

@@ -133,7 +133,14 @@ Prices = Annotated[
         help="Price of one device per hour; with DEVICE= for that device only; repeatable.",
     ),
 ]
-ReadyTimeout = Annotated[str, typer.Option(metavar="DURATION", help="Maximum time for the engine to become ready.")]
+ReadyTimeout = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DURATION",
+        help="Maximum time for the engine to become ready.",
+        show_default="10 min, and 10 s for each GB of weights",
+    ),
+]
 RunDir = Annotated[
     str | None,
     typer.Option(metavar="DIR", help="Directory for logs.", show_default="a new directory below the state directory"),

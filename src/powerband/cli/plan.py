@@ -29,6 +29,7 @@ def plan(
     inventory: Annotated[str | None, typer.Option(metavar="FILE", help="An inventory.yaml: your machines.")] = None,
     workload: options.Workload = "chat",
     slo: options.Slo = "interactive",
+    quality: options.Quality = "balanced",
     load: Annotated[
         float | None, typer.Option(metavar="PER_S", help="Requests per second to serve; default: what fits.")
     ] = None,
@@ -60,16 +61,20 @@ def plan(
     """
     from powerband import api, inputs
     from powerband.errors import RequirementNotMet
+    from powerband.plan import calibrate as calibration
     from powerband.reports import plan as report
 
     if calibrate:
         _calibrate(model, engine)
+    for sentence in calibration.expired():
+        stderr().print(f"[yellow]{sentence}[/]")
     found = api.plan(
         model,
         on=on or (),
         inventory=inventory,
         workload=workload,
         slo=slo,
+        quality=quality,
         load=load,
         engine=engine,
         scheme=scheme or (),
@@ -105,17 +110,19 @@ def _calibrate(model: str, engine: str | None) -> None:
     from powerband.plan.probe import ConcurrentProbe, ProbeResult, probe
     from powerband.plan.step_work import Split, Steps
     from powerband.runtime import devices
+    from powerband.store.schemes import published_scheme
 
     console = stderr()
     deployment = inputs.deployment(model, engine=engine, settings=[], host=None, port=None)
-    prepared = local.prepare(calibration.with_probe_capacity(deployment, on_cpu=not devices.this_host().gpus))
+    probed = calibration.with_probe_capacity(deployment, on_cpu=not devices.this_host().gpus)
+    prepared = local.prepare(probed, report=console.print)
     shape = prepared.model.shape
     if shape is None:
         raise InputError(
             f"cannot read the model's architecture from {model}", hint="give its config.json or a GGUF file"
         )
     device, _ = stage.this_machine(prepared.host)
-    steps = Steps(shape, stage.published_scheme(prepared.model), Split())
+    steps = Steps(shape, published_scheme(prepared.model), Split())
     choice = prepared.engine.settings_of(prepared.deployment, model=prepared.model, host=prepared.host)
 
     async def measure() -> tuple[list[ProbeResult], list[ConcurrentProbe]]:
@@ -137,6 +144,7 @@ def _calibrate(model: str, engine: str | None) -> None:
         crowds,
         name=f"{local_device.NAME}-{prepared.engine.name}",
         source=f"{len(seen)} probes of {deployment.served_name} on this machine",
+        engine_version=prepared.installation.version,
     )
     console.print(f"mixed-load factor {found.mixed_load_factor:.2f}; saved to {calibration.save(found)}")
 

@@ -30,7 +30,7 @@ def run(
         int | None, typer.Option(metavar="PORT", help="Port to listen on.", show_default="a free port")
     ] = None,
     engine_path: options.EnginePath = None,
-    ready_timeout: options.ReadyTimeout = "600s",
+    ready_timeout: options.ReadyTimeout = None,
     stop_grace: Annotated[
         str, typer.Option(metavar="DURATION", help="Maximum time for a stop before the engine is killed.")
     ] = "3s",
@@ -51,10 +51,16 @@ def run(
     from powerband.launchers import local
 
     deployment = inputs.deployment(what, engine=engine, settings=set_ or [], host=host, port=port)
-    ready_timeout_s, stop_grace_s = inputs.seconds(ready_timeout), inputs.seconds(stop_grace)
-    prepared = local.prepare(deployment, engine_path=engine_path, force=force)
+    ready_timeout_s = inputs.seconds(ready_timeout) if ready_timeout else None
+    stop_grace_s = inputs.seconds(stop_grace)
+    report = stderr(json=json).print
+    prepared = local.prepare(deployment, engine_path=engine_path, force=force, download=not dry_run, report=report)
+    if prepared.engine.reads_weights and prepared.model.format is None:
+        sentence = f"{deployment.variant.full_source} is not downloaded, so the command names the hub id"
+        stderr(json=json).print(warning(sentence, "run it without --dry-run to download the model"))
     if dry_run:
-        command = prepared.command(port or 8000)
+        with local.reserve(prepared) as lease:
+            command = prepared.command(port or 8000, lease.allocation)
         line = local.shell_line(command) if command else ""
         if json:
             emit({"command": line, "problems": [problem.model_dump() for problem in prepared.problems]})
@@ -76,7 +82,7 @@ def run(
 
 
 async def _serve(
-    prepared: Prepared, *, directory: Any, ready_timeout_s: float, stop_grace_s: float, json: bool
+    prepared: Prepared, *, directory: Any, ready_timeout_s: float | None, stop_grace_s: float, json: bool
 ) -> None:
     """Serve until the engine exits or a signal arrives; a second signal kills everything at once."""
     import asyncio

@@ -38,7 +38,7 @@ def serve(
     capture_text: Annotated[
         bool, typer.Option("--capture-text", help="Also record a sample of prompts, redacted.")
     ] = False,
-    ready_timeout: options.ReadyTimeout = "600s",
+    ready_timeout: options.ReadyTimeout = None,
     run_dir: options.RunDir = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -56,7 +56,8 @@ def serve(
     from powerband.core.fleet import Tenants
     from powerband.store import documents
 
-    models, tenants_file = stage.resolve(Path(what), replicas=replicas)
+    console = stderr(json=json)
+    models, tenants_file = stage.resolve(Path(what), replicas=replicas, report=console.print)
     if tenants:
         documents.read_as(Tenants, Path(tenants))
         tenants_file = str(Path(tenants).resolve())
@@ -71,10 +72,10 @@ def serve(
         capture=capture,
         capture_text=capture_text,
     )
-    asyncio.run(_serve(fleet, ready_timeout_s=inputs.seconds(ready_timeout), json=json))
+    asyncio.run(_serve(fleet, ready_timeout_s=inputs.seconds(ready_timeout) if ready_timeout else None, json=json))
 
 
-async def _serve(starting: Any, *, ready_timeout_s: float, json: bool) -> None:
+async def _serve(starting: Any, *, ready_timeout_s: float | None, json: bool) -> None:
     """Serve until a signal arrives; a second signal kills everything at once."""
     import asyncio
     import os

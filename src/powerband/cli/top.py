@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from powerband.cli import options
@@ -68,7 +69,7 @@ def table(status: dict[str, Any]) -> Table:
     for one in replicas:
         gauges, about = one["gauges"], one["about"]
         found.add_row(
-            one["name"],
+            _with_gpus(one["name"], one.get("gpus", ())),
             one["problem"] or one["state"],
             str(pools.get(one["model"], {}).get("running", {}).get(one["name"], 0)),
             _share(gauges.get("kv_use"), 1.0),
@@ -81,11 +82,17 @@ def table(status: dict[str, Any]) -> Table:
     return found
 
 
+def _with_gpus(name: str, gpus: Sequence[int]) -> str:
+    """Return the name of a replica, and below it the GPUs that it holds."""
+    return f"{name}\nGPU {','.join(map(str, gpus))}" if gpus else name
+
+
 def _title(status: dict[str, Any]) -> str:
     """Return the figures of the whole fleet."""
     import statistics
 
     import psutil
+    from rich.markup import escape
 
     waiting = sum(pool["depth"] for pool in status.get("pools", {}).values())
     counts = [f"{status.get('done', 0)} answered", f"{waiting} waiting"]
@@ -102,7 +109,8 @@ def _title(status: dict[str, Any]) -> str:
         costs.append(f"${usd_per_h:.2f}/h")
     costs.append(f"${sum(one['usd'] for one in status.get('tenants', {}).values()):.4f} billed to tenants")
     counts.append(f"{_size(psutil.virtual_memory().available)} memory free")
-    return ", ".join(counts) + "\n" + ", ".join(costs)
+    problems = [f"[bold red]problem:[/] {escape(one)}" for one in status.get("problems", ())]
+    return "\n".join([", ".join(counts), ", ".join(costs), *problems])
 
 
 def _size(count: int | None) -> str:

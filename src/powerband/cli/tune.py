@@ -26,20 +26,23 @@ if TYPE_CHECKING:
 
 
 def tune(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory or GGUF file.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory, GGUF file, or hub id.")],
     *,
     workload: options.Workload = "chat",
     slo: options.Slo = "interactive",
     quality: options.Quality = "balanced",
     task: options.Tasks = None,
     on: Annotated[
-        str, typer.Option(metavar="DEVICE", help="Where trials run; today only this machine.")
+        str, typer.Option(metavar="DEVICE[:N]", help="Where trials run: this machine; with --rehearse, any device.")
     ] = "this-machine",
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="Only play the study in virtual time: its duration, cost and result.")
+    ] = False,
     engine: options.Engines = None,
     scheme: options.Schemes = None,
     budget: Annotated[
         str,
-        typer.Option(metavar="DURATION", help="Time for search and validation; the quality gate may add minutes."),
+        typer.Option(metavar="DURATION", help="Time for search, quality checks and validation, without quantizing."),
     ] = "2h",
     trials: Annotated[int | None, typer.Option(min=1, metavar="N", help="Maximum number of trials.")] = None,
     requests: Annotated[int | None, typer.Option(metavar="N", help="Minimum number of requests at each load.")] = None,
@@ -63,31 +66,49 @@ def tune(
     from pathlib import Path
 
     from powerband import inputs
+    from powerband.errors import InputError
 
-    recipe = _run(
-        {
-            "model": model,
-            "workload": workload,
-            "slo": slo,
-            "quality": quality,
-            "task": task or (),
-            "on": on,
-            "engine": engine or (),
-            "scheme": scheme or (),
-            "budget": budget,
-            "trials": trials,
-            "requests": requests,
-            "launcher": launcher,
-            "cluster": cluster,
-            "price": price or (),
-            "seed": seed,
-            "output": output,
-            "resume": resume,
-        },
-        budget_s=inputs.seconds(budget),
-        json=json,
-    )
+    shared = {
+        "model": model,
+        "workload": workload,
+        "slo": slo,
+        "quality": quality,
+        "on": on,
+        "engine": engine or (),
+        "scheme": scheme or (),
+        "budget": budget,
+        "trials": trials,
+        "requests": requests,
+        "price": price or (),
+        "seed": seed,
+    }
+    if rehearse:
+        if task or resume or launcher != "local":
+            raise InputError(
+                "--rehearse does not play --task, --resume and --launcher",
+                hint="omit them: it plays a whole study here",
+            )
+        _rehearse(shared, json=json)
+        return
+    own = {"task": task or (), "launcher": launcher, "cluster": cluster, "output": output, "resume": resume}
+    recipe = _run({**shared, **own}, budget_s=inputs.seconds(budget), json=json)
     _finish(recipe, Path(output), json=json)
+
+
+def _rehearse(arguments: dict[str, Any], *, json: bool) -> None:
+    """Play the study in virtual time and print what it would take and find."""
+    import asyncio
+
+    from powerband import aio
+    from powerband.reports import rehearsal
+
+    console = stderr(json=json)
+    found = asyncio.run(aio.rehearse(**arguments, report=lambda message: console.print(f"[dim]{message}[/]")))
+    if json:
+        emit(found.model_dump(mode="json"))
+        return
+    for part in rehearsal.parts(found):
+        out().print(part)
 
 
 def _run(arguments: dict[str, Any], *, budget_s: float, json: bool) -> Recipe:
@@ -96,9 +117,11 @@ def _run(arguments: dict[str, Any], *, budget_s: float, json: bool) -> Recipe:
     import os
     import signal
     import threading
+    from pathlib import Path
 
     from powerband import aio
     from powerband.cli.engine import step_printer
+    from powerband.errors import InvalidMeasurement, RequirementNotMet
     from powerband.tune import Progress
 
     stopping = threading.Event()
@@ -122,6 +145,9 @@ def _run(arguments: dict[str, Any], *, budget_s: float, json: bool) -> Recipe:
 
     try:
         return asyncio.run(run())
+    except (RequirementNotMet, InvalidMeasurement):
+        _show_trials(Path(arguments["output"]), json=json)
+        raise
     except (asyncio.CancelledError, KeyboardInterrupt):
         again = shlex.join([*(one for one in sys.argv[1:] if one != "--resume"), "--resume"])
         stderr(json=json).print(f"stopped; continue with: powerband {again}")
@@ -151,9 +177,9 @@ class _View:
     def __exit__(self, *_: object) -> None:
         self.live.stop()
 
-    def on_space(self, space: SearchSpace) -> None:
+    def on_space(self, space: SearchSpace, expected: str) -> None:
         self.defaults = space.all_defaults
-        self.console.print(f"search space: {len(space)} configurations of {', '.join(space.by_engine)}")
+        self.console.print(expected, highlight=False)
 
     def on_trial_start(self, number: int, settings: Settings) -> None:
         from powerband.core.study import render_settings
@@ -166,7 +192,7 @@ class _View:
     def on_trials(self, trials: Sequence[Trial]) -> None:
         from powerband.reports import study as study_report
 
-        if len(trials) > len(self.trials) and not self.drawn:
+        if trials and list(trials[-1:]) != list(self.trials[-1:]) and not self.drawn:
             self.console.print(study_report.line(trials[-1], self.defaults))
         self.trials, self.title, self.level = list(trials), "", None
 
@@ -202,6 +228,18 @@ class _View:
                 f"{duration(now - self.began)} of the budget used, {left} left; Ctrl-C stops, --resume continues", "dim"
             ),
         )
+
+
+def _show_trials(folder: Path, *, json: bool) -> None:
+    """Print the trials of a study without a recipe, and how near each came."""
+    from powerband.core.study import Study
+    from powerband.reports import study as study_report
+    from powerband.store import documents
+
+    if (folder / "study.json").exists() and not json:
+        for part in study_report.tables(documents.read_as(Study, folder / "study.json"), None):
+            out().print(part)
+        stderr().print(f"report: {folder / 'report.html'}")
 
 
 def _finish(recipe: Recipe, folder: Path, *, json: bool) -> None:

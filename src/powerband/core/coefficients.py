@@ -45,6 +45,7 @@ class Coefficients(Document):
     }
 
     engine: str
+    engine_version: str = Field(default="", description="version that was measured; empty: not known")
     devices: tuple[str, ...] = Field(default=(), description="device names or vendors; the first matching file is used")
     scheme: str | None = Field(default=None, description="quantization scheme of the measured weights; None: any")
     bandwidth: Share = Field(default=0.8, description="share of the memory bandwidth reached when reading weights")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from powerband.core.document import Document, Value
+from powerband.core.family import Family, of_compute_capability
 from powerband.core.units import Bytes
 
 Vendor = Literal["nvidia", "amd", "apple", "cpu"]
@@ -22,6 +23,7 @@ class Price(Value):
     usd_per_h: float = Field(ge=0)
     as_of: Annotated[str, BeforeValidator(_text)]
     source: str
+    estimated: bool = Field(default=False, description="an estimate of Powerband, from similar devices")
 
 
 class Device(Document):
@@ -34,6 +36,7 @@ class Device(Document):
         default=(), description="other names for it; case, dashes and the vendor's name do not matter"
     )
     vendor: Vendor
+    family: Family | None = Field(default=None, description="devices that engines support alike; None: unknown")
     memory: Bytes = Field(description="as the driver reports it, which is less than the label says")
     bandwidth: Bytes = Field(description="memory bandwidth, per second")
     tflops: dict[str, float] = Field(description="peak dense rate by data type, in 1e12 operations per second")
@@ -42,7 +45,16 @@ class Device(Document):
     watts: float
     price: Price
     driver_names: tuple[str, ...] = Field(default=(), description="names that the driver reports")
+    compute_capability: str | None = Field(default=None, description="of an NVIDIA GPU, from NVIDIA's list")
     sources: dict[str, str] = Field(default_factory=dict, description="where each fact was read")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_family(cls, data: Any) -> Any:
+        """Fill the family of a file that names only the compute capability."""
+        if isinstance(data, dict) and "family" not in data and data.get("compute_capability"):
+            return {**data, "family": of_compute_capability(str(data["compute_capability"]))}
+        return data
 
     def flops(self, dtype: str) -> float:
         """Return the peak operations per second in a data type, or in bf16 if the device does not support it."""

@@ -63,7 +63,7 @@ class Document(Value):
     def to_text(self) -> str:
         """Return YAML that reads back as an equal value."""
         data = self.to_data(units=True)
-        return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+        return yaml.dump(data, Dumper=yaml12.Dumper, sort_keys=False, allow_unicode=True, width=100)
 
     def to_json(self) -> str:
         """Return JSON that reads back as an equal value."""
@@ -98,10 +98,6 @@ def flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[name] = value
     return found
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes strings that YAML 1.1 or 1.2 would not read as strings."""
 
 
 def read_header(text: str, *, source: str) -> tuple[str, int, dict[str, Any], dict[yaml12.Path, int]]:

@@ -127,8 +127,17 @@ class Footprint(Value):
     overhead_bytes: int = 0
     one_node: bool = Field(default=False, description="all of it must come from one NUMA node")
     gpu_ways: int = Field(default=0, description="GPUs that share the weights and the KV cache; 0: host memory")
+    copies: int = Field(default=1, description="data-parallel copies, each on its own GPUs")
+    over_nodes: bool = Field(default=False, description="the engine's own Ray executor places it on several machines")
+    gpu_free_bytes: int = Field(default=0, description="memory that must be free on each GPU at the start")
+    gpu_free_share: float = Field(default=0.0, description="share of each GPU's memory that it takes at the start")
     growth_bytes: int = Field(default=0, description="memory that it may allocate later, while serving")
     lower: tuple[str, ...] = Field(default=(), description="the knobs that reduce it")
+
+    @property
+    def devices(self) -> int:
+        """Return the number of GPUs of this machine that the deployment occupies."""
+        return 0 if self.over_nodes else self.gpu_ways * self.copies
 
     def start_bytes(self) -> int:
         """Return the memory that must be free at startup."""
@@ -160,8 +169,11 @@ class EngineSettings(Value):
     pipeline: int = 1
     data: int = Field(default=1, description="data-parallel groups, which share the experts")
     expert: bool = False
+    adapters: int = Field(default=0, description="LoRA adapters that one batch may use")
+    adapter_rank: int = Field(default=0, description="the largest rank of a LoRA adapter")
     drafted: int = Field(default=0, description="draft tokens per step, from n-gram speculation")
     on_cpu: bool = False
+    emulates_16_bit: bool = Field(default=False, description="the CPU converts 16-bit floats before every operation")
     cores: int | None = Field(default=None, description="CPU cores that compute; None: all")
     sequences: int = Field(description="maximum batch size of each data-parallel group")
     batched_tokens: int = Field(description="tokens per step")
@@ -216,6 +228,19 @@ class Gauges(Value):
     refused_requests: float | None = None
     ttft_total_s: float | None = None
     ttft_count: float | None = None
+
+
+_SHARES = ("kv_use",)
+
+
+def combined(readings: Sequence[Gauges]) -> Gauges:
+    """Return one reading of several engines: sums, and the largest share in use."""
+    found = {}
+    for name in Gauges.model_fields:
+        values = [value for one in readings if (value := getattr(one, name)) is not None]
+        if values:
+            found[name] = max(values) if name in _SHARES else sum(values)
+    return Gauges(**found)
 
 
 def counter_increase(readings: Sequence[Gauges], name: str) -> float | None:

@@ -19,7 +19,9 @@ class Served(Value):
     renamed_keys = {"most_replicas": "max_replicas", "patience_s": "queue_timeout_s"}
 
     recipe: str = Field(description="path of a recipe.yaml or deployment.yaml, relative to the fleet's file")
-    replicas: int = Field(default=1, ge=0, description="number of replicas; with max_replicas, the minimum")
+    replicas: int | None = Field(
+        default=None, ge=0, description="number of replicas, with max_replicas the minimum; default: as measured, or 1"
+    )
     max_replicas: int | None = Field(
         default=None, ge=1, description="autoscale up to this number; if omitted, the number is fixed"
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from powerband.core.document import Value
 
@@ -17,12 +19,23 @@ class Gpu(Value):
     driver: str
     uuid: str | None = None
     compute_capability: str | None = None
+    vendor: Literal["nvidia", "amd", "apple"] = "nvidia"
+    numa_node: int | None = None
+    island: int | None = Field(default=None, description="GPUs of one island have fast links; None: unknown")
+    shares_memory: bool = Field(default=False, description="its memory is the host's memory")
+    unknown: tuple[str, ...] = Field(default=(), description="facts that the driver did not answer")
+
+    @property
+    def id(self) -> str:
+        """Return the UUID, or the index if the driver does not answer it."""
+        return self.uuid or str(self.index)
 
 
 class NumaNode(Value):
-    """The memory of one NUMA node."""
+    """The memory and cores of one NUMA node."""
 
     index: int
+    cores: tuple[int, ...] = ()
     memory_bytes: int
     available_bytes: int
 
@@ -34,6 +47,7 @@ class Host(Value):
     machine: str
     cpu_name: str
     cores: tuple[int, ...]
+    core_threads: tuple[tuple[int, ...], ...] = Field(default=(), description="usable hardware threads of each core")
     numa_nodes: tuple[NumaNode, ...] = ()
     memory_bytes: int
     available_bytes: int

@@ -117,6 +117,9 @@ class Level(Value):
     timeline: Timeline
     verdicts: tuple[Verdict, ...]
     stopped_early: str | None = None
+    decided: str | None = Field(
+        default=None, description="the SLO counts as met before the end of the window, by a sequential test"
+    )
     records: tuple[str, ...] = ()
 
     @property
@@ -143,6 +146,8 @@ class Level(Value):
         """Return the outcome in a few words."""
         if self.stopped_early:
             return f"stopped: {self.stopped_early}"
+        if self.decided:
+            return self.decided
         if self.failed_guards:
             return f"invalid: {', '.join(one.guard for one in self.failed_guards)}"
         if not self.slo_checks:

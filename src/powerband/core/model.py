@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from powerband.core import hub_id
 from powerband.core import shape as shapes
 from powerband.core.document import Value
 from powerband.core.shape import Shape
@@ -37,8 +38,8 @@ class Model(Value):
 
     @property
     def name(self) -> str:
-        """Return the last component of its source, without `.gguf`."""
-        return self.source.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
+        """Return the last component of its source, without a revision and `.gguf`."""
+        return hub_id.model_name(self.source)
 
     def kv_elements_per_token(self) -> int | None:
         """Return the elements per token in the KV cache."""

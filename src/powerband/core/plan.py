@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from powerband.core.document import Document, Value, flatten
+from powerband.core.evidence import ExpectedQuality
+from powerband.core.quality import QualityFloor
 from powerband.core.slo import SLO
 from powerband.core.statistics import Interval
 from powerband.core.workload import Workload
@@ -68,6 +70,10 @@ class Candidate(Value):
     limited_by: str = ""
     basis: str = Field(default="", description="the measurements behind the predicted times")
     price_source: str = Field(default="", description="source and date of the price")
+    price_estimated: bool = Field(default=False, description="the price is an estimate of Powerband")
+    documented: bool = Field(default=True, description="the engine's documentation says that it runs on this device")
+    support: tuple[str, ...] = Field(default=(), description="what is documented of weights and KV cache, and where")
+    quality: ExpectedQuality | None = Field(default=None, description="by published and own evidence, not a proof")
     deployment: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -90,6 +96,7 @@ class Plan(Document):
     model: str
     workload: Workload
     slo: SLO
+    floor: QualityFloor | None = Field(default=None, description="what the evidence says will fail it is rejected")
     load_per_s: float | None = None
     offers: tuple[OfferedDevices, ...] = ()
     candidates: tuple[Candidate, ...] = ()

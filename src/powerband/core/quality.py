@@ -12,6 +12,8 @@ from powerband.core.document import Document, Value
 from powerband.core.statistics import Interval
 
 _BOUND = re.compile(r"^(<=|>=)\s*([0-9.eE+-]+)$")
+# Measured only if requests are long, with too few samples to prove anything.
+AT_TRAFFIC_LENGTH = ("kl_late", "diverged_depth")
 _MAX_SAMPLES = 10**6  # more than this is impractical
 FIDELITY = {
     "kl_mean": "mean KL divergence of the next token in nats: a lower bound, over the most likely tokens and the rest",
@@ -21,6 +23,8 @@ FIDELITY = {
     "diverged_single": "the same, for single-turn chats",
     "diverged_multi": "the same, for second turns",
     "diverged_long": "the same, for chats with a long context",
+    "kl_late": "mean KL divergence near the end of texts as long as the traffic; it can only fail a deployment",
+    "diverged_depth": "divergence for questions about a fact in a text as long as the traffic; it can only fail one",
 }
 
 
@@ -83,6 +87,9 @@ class QualityFloor(Document):
         default_factory=dict, description="bounds by figure"
     )
     tasks: dict[str, TaskFloor] = Field(default_factory=dict, description="bounds by task")
+    expected_recovery: BoundText | None = Field(
+        default=None, description="bound on published recoveries, for `plan` only: an evaluation does not use it"
+    )
 
     @model_validator(mode="after")
     def _check_figures(self) -> QualityFloor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from powerband.core.device import Vendor
 from powerband.core.document import Document, Value
 from powerband.core.quality import QualityFloor
 from powerband.core.slo import SLO
@@ -78,7 +79,11 @@ class Recipe(Document):
     promise: Promised
     workload: Workload = Field(description="the workload of the validation")
     validity: dict[str, Range] = Field(description="range of each traffic property during validation")
-    usd_per_h: float
+    gpus: int = Field(default=0, description="GPUs of one replica; 0: it runs on cores")
+    device_vendor: Vendor = Field(default="cpu", description="vendor of the devices of one replica")
+    device_name: str = Field(default="", description="name of these devices, as driver or kernel report it")
+    image: str = Field(default="", description="container image; default: the published image of the engine's build")
+    usd_per_h: float = Field(description="of one replica")
     usd_per_1m_tokens: float
     baselines: tuple[BaselineComparison, ...] = Field(
         default=(), description="comparison with each engine's default settings"
@@ -89,3 +94,31 @@ class Recipe(Document):
     command: str = Field(description="command that starts the same engine without Powerband")
     evidence: dict[str, str] = Field(default_factory=dict, description="SHA-256 of each file of the study")
     provenance: dict[str, Any] = Field(default_factory=dict, description="machine, versions, date")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_gpus_of_old_files(cls, data: Any) -> Any:
+        """Fill the GPUs of files that name them only in the placement, and the vendor of files that do not name it."""
+        if not isinstance(data, dict):
+            return data
+        deployment = data.get("deployment")
+        placement = deployment.get("placement") if isinstance(deployment, dict) else None
+        indices = placement.get("gpus") if isinstance(placement, dict) else None
+        gpus = data.get("gpus", len(indices) if isinstance(indices, list | tuple) else 0)
+        return {"device_vendor": "nvidia", **data, "gpus": gpus} if gpus else data
+
+    @property
+    def engine_build(self) -> str | None:
+        """Return the build of the engine, such as cuda or cpu-torch-2.9.0; None: Powerband did not install it."""
+        build: str | None = self.provenance.get("engine_build")
+        return build
+
+    @property
+    def replicas(self) -> int:
+        """Return the number of replicas that kept the promise together, on a machine without GPUs."""
+        return int(self.deployment.get("placement", {}).get("replicas", 1))
+
+    @property
+    def devices(self) -> str:
+        """Return the devices of one replica in words: '4 x NVIDIA H100 80GB HBM3'."""
+        return f"{self.gpus} x {self.device_name or 'GPU'}" if self.gpus else self.device_name or "CPU"

@@ -27,7 +27,6 @@ class Scheme(Document):
         default_factory=dict,
         description="data type of the multiplications (value) on a device that supports a data type (key)",
     )
-    needs: str | None = Field(default=None, description="data type that a device must support to run it")
     published_as: tuple[str, ...] = Field(default=(), description="its names in quantization_config or a GGUF header")
     group: str = Field(default="", description="schemes of one group have about the same size and speed")
     risky: str = Field(default="", description="why `plan` and `tune` use it only if it is named with --scheme")
@@ -36,6 +35,10 @@ class Scheme(Document):
     def compute_dtype(self, supported: Collection[str]) -> str:
         """Return the data type of the multiplications on a device that supports these data types."""
         return next((better for has, better in self.faster_with.items() if has in supported), self.computes_in)
+
+    def weight_only(self) -> Scheme:
+        """Return the scheme on a device where it saves memory, but multiplies in 16 bits."""
+        return self.model_copy(update={"computes_in": "bf16", "faster_with": {}})
 
     def expert_bits(self) -> float:
         """Return the bits per parameter of a routed expert."""

@@ -80,6 +80,23 @@ class Shape(Value):
         """Return the number of routed experts per layer; 0 for a dense model."""
         return max((one.experts for one in self.layers), default=0)
 
+    def adapter_elements(self, rank: int, *, tensor: int = 1) -> float:
+        """Return the elements of a LoRA adapter of all linear layers, on one of `tensor` devices.
+
+        A matrix with `in` inputs and `out` outputs gets rank * (in + out) elements. Tensor parallelism splits only the
+        sides that are not the hidden size.
+        """
+        found = 0.0
+        for one in self.layers:
+            dense = 3 * self.hidden + one.dense / self.hidden / tensor if one.dense else 0.0
+            routed = one.experts * (3 * self.hidden + one.expert / self.hidden / tensor)
+            found += one.count * (4 * self.hidden + one.attention / self.hidden / tensor + dense + routed)
+        return rank * found
+
+    def adapters_bytes(self, count: int, rank: int, *, tensor: int = 1, pipeline: int = 1) -> int:
+        """Return the bytes of LoRA adapters of this rank in 16 bits, on each device of a split."""
+        return round(2 * count * self.adapter_elements(rank, tensor=tensor) / pipeline)
+
     def kv_elements(self, tokens: int = 1) -> int:
         """Return the KV-cache elements of a sequence of this many tokens."""
         return sum(one.count * one.kv * min(tokens, one.window or tokens) for one in self.layers)

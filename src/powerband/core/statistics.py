@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from statistics import NormalDist
 
@@ -68,11 +69,17 @@ def quantile_draws(ordered: Sequence[float], p: float, effective: float, rng: ra
 
 def quantile_interval(ordered: Sequence[float], p: float, effective: float) -> Interval:
     """Return the p-quantile of sorted values with its bootstrap interval."""
-    rank, rng = p * effective, random.Random(0)
-    at = sorted(rng.betavariate(rank, effective - rank) for _ in range(_DRAWS))
-    value = quantile(ordered, p)
-    low, high = _at_rank(ordered, quantile(at, 0.025)), _at_rank(ordered, quantile(at, 0.975))
+    value, (low_share, high_share) = quantile(ordered, p), _share_range(p * effective, effective)
+    low, high = _at_rank(ordered, low_share), _at_rank(ordered, high_share)
     return Interval(value, min(low, value), max(high, value))
+
+
+@lru_cache(1024)
+def _share_range(rank: float, effective: float) -> tuple[float, float]:
+    """Return the 95 % interval of the share of the population below a rank of the sample."""
+    rng = random.Random(0)
+    at = sorted(rng.betavariate(rank, effective - rank) for _ in range(_DRAWS))
+    return quantile(at, 0.025), quantile(at, 0.975)
 
 
 def mean_interval(values: Sequence[float], batches: int = BATCHES) -> Interval:

@@ -75,6 +75,13 @@ def about_bytes(value: float) -> str:
     return f"{value:.0f} B"
 
 
+def about_duration(seconds: float) -> str:
+    """Format a duration for display, rounded: '100 s', '2.5 min', '12 min', '2.5 h'."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.2g} min" if seconds < 5940 else f"{seconds / 3600:.2g} h"
+
+
 def _with_units(info: SerializationInfo) -> bool:
     return bool(info.context and info.context.get("units"))
 

@@ -118,6 +118,7 @@ class Adapter(Value):
 
     name: str = Field(min_length=1, description="the model name under which the engine serves it")
     share: float = Field(gt=0, le=1)
+    rank: int = Field(default=16, ge=1, le=512, description="LoRA rank; `plan` counts its memory")
     request: dict[str, Any] | None = Field(
         default=None,
         description="request fields that select it instead of the name; llama.cpp: {lora: [{id: 0, scale: 1.0}]}",

@@ -18,17 +18,22 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}
 
 
+class Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper; it also quotes the texts that YAML 1.2 reads as another type, such as 1e1."""
+
+
 for _tag, _pattern, _first in (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("null", r"~|null|Null|NULL|", "~nN\0"),
     ("int", r"[-+]?[0-9]+", "-+0123456789"),
     ("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
 ):
-    _Loader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}",
-        re.compile(rf"^(?:{_pattern})$"),
-        [c if c != "\0" else "" for c in _first],
-    )
+    for _kind in (_Loader, Dumper):
+        _kind.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_tag}",
+            re.compile(rf"^(?:{_pattern})$"),
+            [c if c != "\0" else "" for c in _first],
+        )
 
 
 def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:

@@ -44,6 +44,7 @@ class Engine(ABC, Generic[C]):
     programs: ClassVar[tuple[str, ...]] = ()  # program names to look for on PATH
     default_version: ClassVar[str | None] = None  # installed by `engine install`; None: not installable
     attaches: ClassVar[bool] = False  # True: connects to a running server and starts nothing
+    typical_start_s: ClassVar[float] = 3.0  # until it is ready, if no earlier start on the machine is known
     builtin: ClassVar[tuple[str, ...] | None] = None  # the argv of an engine that ships with Powerband
     reads_weights: ClassVar[bool] = True
     help_args: ClassVar[tuple[str, ...]] = ("--help",)
@@ -63,9 +64,17 @@ class Engine(ABC, Generic[C]):
     def footprint(self, deployment: Deployment[C], *, model: Model, host: Host) -> Footprint:
         """Estimate the memory of a deployment."""
 
+    def pinned(self, config: C, *, threads: Sequence[int], cores: int) -> dict[str, Any]:
+        """Return the knobs that make an engine without a GPU compute on these hardware threads of some cores."""
+        return {}
+
     def knobs_for(self, settings: EngineSettings) -> dict[str, Any]:
         """Return the knobs of this engine for engine-independent settings."""
         raise NotImplementedError(self.name)
+
+    def default_batch(self, host: Host) -> tuple[int, int]:
+        """Return the engine's defaults for sequences and tokens of a step on a host; zeros: the same as planned."""
+        return 0, 0
 
     def settings_of(self, deployment: Deployment[C], *, model: Model, host: Host) -> EngineSettings:
         """Return the engine-independent settings of a deployment; unset knobs have the engine's defaults."""
@@ -118,7 +127,8 @@ class Engine(ABC, Generic[C]):
 
     def read_version(self, output: str) -> str | None:
         """Return the version in the output of a version command."""
-        match = re.search(r"(?:version:?\s*)?v?(\d[\w.+-]*)", output)
+        number = r"v?(\d[\w.+-]*)"  # a program may print other numbers before its version
+        match = re.search(rf"version:?\s*{number}", output, re.IGNORECASE) or re.search(number, output)
         return match[1] if match else None
 
     def files(self, deployment: Deployment[C]) -> dict[str, str]:

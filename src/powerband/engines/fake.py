@@ -41,6 +41,7 @@ class Fake(Engine[FakeConfig]):
     """The golden server: no model, known latencies; for tests and demonstrations."""
 
     name: ClassVar[str] = "fake"
+    typical_start_s: ClassVar[float] = 0.5
     builtin: ClassVar[tuple[str, ...] | None] = ("{python}", "-m", "powerband.testing.golden")
     reads_weights: ClassVar[bool] = False
     config_type = FakeConfig

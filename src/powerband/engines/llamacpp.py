@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from powerband.core import hub_id
 from powerband.core.deployment import Deployment, EngineConfig
 from powerband.core.engine import (
     Command,
@@ -146,20 +148,24 @@ class LlamaCpp(Engine[LlamaCppConfig]):
 
     def settings_of(self, deployment: Deployment[LlamaCppConfig], *, model: Model, host: Host) -> EngineSettings:
         """Fill unset knobs with llama-server's defaults: four slots, and the model's context length."""
-        config = deployment.config
+        config, footprint = deployment.config, self.footprint(deployment, model=model, host=host)
         slots = config.parallel or 4
         return EngineSettings(
-            source=deployment.variant.source,
+            source=deployment.variant.full_source,
             scheme=deployment.variant.scheme or "",
-            kv_format=config.cache_type_k or "f16",
-            pipeline=max(1, len(host.gpus)),
-            on_cpu=not host.gpus,
+            kv_format=_kv_format(config),
+            pipeline=max(1, footprint.gpu_ways),
+            on_cpu=not footprint.gpu_ways,
             drafted=(config.spec_ngram_simple_size_m or config.spec_draft_n_max or 16) if config.spec_type else 0,
             sequences=slots,
             batched_tokens=config.batch_size or 2048,
             context=(config.ctx_size or model.context_tokens or 4096) // slots,
-            kv_bytes=self.footprint(deployment, model=model, host=host).kv_bytes or 0,
+            kv_bytes=footprint.kv_bytes or 0,
         )
+
+    def pinned(self, config: LlamaCppConfig, *, threads: Sequence[int], cores: int) -> dict[str, Any]:
+        """Start one compute thread per core: by default llama-server counts the cores of the whole machine."""
+        return {} if config.threads else {"threads": cores}
 
     def space(self, *, model: Model, host: Host, context: int) -> Space:
         """Return levers for slots, KV cache dtype, n-gram speculation, prompt chunk size, and polling."""
@@ -300,28 +306,30 @@ class LlamaCpp(Engine[LlamaCppConfig]):
         per_token = elements * (k + v) / 2 if elements else None
         context = config.ctx_size or model.context_tokens
         ubatch = config.ubatch_size or 512
+        kv = int(per_token * context) if per_token and context else None
+        activations = 4 * ubatch * ((model.vocabulary or 0) + 8 * (model.hidden or 0))
+        offloaded = int(_offloaded(config, model) * ((model.weight_bytes or 0) + (kv or 0)))
+        ways = _gpus_used(config, host, offloaded, activations)
         return Footprint(
             weights_bytes=model.weight_bytes,
-            kv_bytes=int(per_token * context) if per_token and context else None,
+            kv_bytes=kv,
             kv_bytes_per_token=per_token,
-            activations_bytes=4 * ubatch * ((model.vocabulary or 0) + 8 * (model.hidden or 0)),
+            activations_bytes=activations,
             overhead_bytes=150 * 2**20,
+            gpu_ways=ways,
+            gpu_free_bytes=offloaded // ways + activations if ways else 0,
             growth_bytes=(8192 if config.cache_ram is None else max(config.cache_ram, 0)) * 2**20,
             lower=("ctx_size", "cache_type_k/cache_type_v (q8_0 halves the KV cache)", "ubatch_size"),
         )
 
     def command(self, deployment: Deployment[LlamaCppConfig], *, installation: Installation, port: int) -> Command:
         """Write all knobs as long options; enable metrics and disable the web UI."""
-        config, source = deployment.config, deployment.variant.source
-        model = ("--model", source) if _is_path(source) else ("--hf-repo", source)
-        argv = [*installation.program, *model, "--host", deployment.placement.host, "--port", str(port)]
-        argv += ["--metrics", "--no-ui"]
+        config = deployment.config
+        argv = [*installation.program, *_model_options(deployment.variant.source)]
+        argv += ["--host", deployment.placement.host, "--port", str(port), "--metrics", "--no-ui"]
         if config.alias is None:
             argv += ["--alias", deployment.served_name]
-        env = knobs.environment(config)
-        if deployment.placement.gpus is not None:
-            env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, deployment.placement.gpus)), **env}
-        return Command(argv=(*argv, *knobs.arguments(config)), env=env)
+        return Command(argv=(*argv, *knobs.arguments(config)), env=knobs.environment(config))
 
     def gauges(self, pages: Mapping[str, str]) -> Gauges:
         """Read /metrics; prefix queries are computed plus cached prompt tokens, KV use comes from /slots."""
@@ -340,6 +348,31 @@ class LlamaCpp(Engine[LlamaCppConfig]):
         return read.model_copy(update=changes)
 
 
+def _kv_format(config: LlamaCppConfig) -> str:
+    """Return the KV format: one name, or K/V if they differ."""
+    k, v = config.cache_type_k or "f16", config.cache_type_v or "f16"
+    return k if k == v else f"{k}/{v}"
+
+
+def _offloaded(config: LlamaCppConfig, model: Model) -> float:
+    """Return the share of the layers that are on GPUs; by default all that fit."""
+    layers = config.n_gpu_layers
+    return min(1.0, layers / (model.layers + 1)) if isinstance(layers, int) and layers >= 0 and model.layers else 1.0
+
+
+def _gpus_used(config: LlamaCppConfig, host: Host, offloaded_bytes: int, activations_bytes: int) -> int:
+    """Return how many GPUs hold the offloaded layers: those that the config names, else the fewest with the memory."""
+    if not host.gpus or not offloaded_bytes or config.device == ("none",):
+        return 0
+    if config.split_mode == "none":
+        return 1
+    if named := len(config.device) or len(config.tensor_split):
+        return named
+    usable = _GPU_SHARE * min(gpu.memory_bytes for gpu in host.gpus) - activations_bytes
+    return min(len(host.gpus), math.ceil(offloaded_bytes / usable)) if usable > 0 else len(host.gpus)
+
+
+_GPU_SHARE = 0.9  # of a GPU's memory; the rest is for the CUDA context and uneven layers
 _FORCE_BIAS = 100.0  # logits; makes the biased token the next one
 _WIDER_TOP = (4000, 10**6)  # n_probs for a token outside the top; the second is the whole vocabulary
 
@@ -348,12 +381,16 @@ def _likely(answer: dict[str, Any]) -> tuple[tuple[int, float], ...]:
     return _best_first(answer["completion_probabilities"][0]["top_logprobs"])
 
 
+def _model_options(source: str) -> tuple[str, ...]:
+    """Return the options that name the model; only builds with HTTPS, such as the container image, take a hub id."""
+    found = hub_id.parse(source)
+    if found is None:
+        return ("--model", source)
+    return ("--hf-repo", found.repo, *(("--hf-file", found.file) if found.file else ()))
+
+
 def _best_first(logprobs: list[dict[str, Any]]) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(((one["id"], one["logprob"]) for one in logprobs), key=lambda one: -one[1]))
-
-
-def _is_path(source: str) -> bool:
-    return source.endswith(".gguf") or source.startswith(("/", ".", "~"))
 
 
 # AMX is disabled: GCC 12 drops the stores of llama.cpp's tile configuration, so that the first tile instruction is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -128,6 +129,7 @@ class Vllm(Engine[VllmConfig]):
     formats: ClassVar[frozenset[Format]] = frozenset({"safetensors"})
     programs: ClassVar[tuple[str, ...]] = ("vllm",)
     default_version: ClassVar[str | None] = "0.32.0"
+    typical_start_s: ClassVar[float] = 60.0
     help_args: ClassVar[tuple[str, ...]] = ("--help=all",)
     help_is_quick: ClassVar[bool] = False
     echoes_prompt_logprobs: ClassVar[bool] = True
@@ -142,6 +144,17 @@ class Vllm(Engine[VllmConfig]):
     )
     config_type = VllmConfig
 
+    def derived(self, deployment: Deployment[VllmConfig], *, model: Model) -> dict[str, Any]:
+        """Return the number of GPUs that one replica occupies."""
+        config = deployment.config
+        sizes = (config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size)
+        ways = [size or 1 for size in sizes]
+        return {"gpus_needed": math.prod(ways), "parallelism": " x ".join(map(str, ways))}
+
+    def pinned(self, config: VllmConfig, *, threads: Sequence[int], cores: int) -> dict[str, Any]:
+        """Bind the compute threads: by default every replica on a machine binds them to the same cores."""
+        return {} if config.VLLM_CPU_OMP_THREADS_BIND else {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, threads))}
+
     def knobs_for(self, settings: EngineSettings) -> dict[str, Any]:
         """Return only what differs from vLLM's defaults; on a CPU also the KV cache size, and use every core."""
         wanted: dict[str, Any] = {
@@ -153,6 +166,9 @@ class Vllm(Engine[VllmConfig]):
         wanted |= {"pipeline_parallel_size": settings.pipeline} if settings.pipeline > 1 else {}
         wanted |= {"data_parallel_size": settings.data} if settings.data > 1 else {}
         wanted |= {"enable_expert_parallel": True} if settings.expert else {}
+        if settings.adapters:
+            rank = next(one for one in _LORA_RANKS if one >= settings.adapter_rank)
+            wanted |= {"enable_lora": True, "max_loras": settings.adapters, "max_lora_rank": rank}
         if settings.drafted:
             wanted["speculative_config"] = _ngram(settings.drafted)
         wanted |= {"kv_cache_dtype": settings.kv_format} if settings.kv_format != "auto" else {}
@@ -160,22 +176,29 @@ class Vllm(Engine[VllmConfig]):
             wanted |= {"kv_cache_memory_bytes": settings.kv_bytes, "VLLM_CPU_NUM_OF_RESERVED_CPU": 0}
         return wanted
 
+    def default_batch(self, host: Host) -> tuple[int, int]:
+        """Return vLLM's defaults, which depend on the memory of the GPUs; on a CPU the plan keeps to fewer."""
+        return _default_batch(host) if host.gpus else (0, 0)
+
     def settings_of(self, deployment: Deployment[VllmConfig], *, model: Model, host: Host) -> EngineSettings:
         """Fill unset knobs with vLLM's defaults."""
         config = deployment.config
         return EngineSettings(
-            source=deployment.variant.source,
+            source=deployment.variant.full_source,
             scheme=deployment.variant.scheme or "",
             kv_format=config.kv_cache_dtype or "auto",
             tensor=config.tensor_parallel_size or 1,
             pipeline=config.pipeline_parallel_size or 1,
             data=config.data_parallel_size or 1,
             expert=bool(config.enable_expert_parallel),
+            adapters=(config.max_loras or 1) if config.enable_lora else 0,
+            adapter_rank=(config.max_lora_rank or _LORA_RANK) if config.enable_lora else 0,
             drafted=config.speculative_config.num_speculative_tokens if config.speculative_config else 0,
             on_cpu=not host.gpus,
+            emulates_16_bit=_emulates_16_bit(model, host) and config.dtype != "float32",
             cores=_cores(config, host),
-            sequences=config.max_num_seqs or (256 if host.gpus else 128),
-            batched_tokens=config.max_num_batched_tokens or 2048,
+            sequences=config.max_num_seqs or _default_batch(host)[0],
+            batched_tokens=config.max_num_batched_tokens or _default_batch(host)[1],
             context=config.max_model_len or model.context_tokens or 4096,
             kv_bytes=self.footprint(deployment, model=model, host=host).kv_bytes or 0,
         )
@@ -183,21 +206,15 @@ class Vllm(Engine[VllmConfig]):
     def space(self, *, model: Model, host: Host, context: int) -> Space:
         """Return levers for batch size, chunk size, KV cache dtype, n-gram speculation, and CPU cores or GPUs."""
         gpu = bool(host.gpus)
-        kv = ("fp8",) if gpu else ("int8_per_token_head", "fp8")
+        sequences, tokens = _default_batch(host)
+        batches = tuple(n for n in (64, 128, 256, 512) if n < sequences) if gpu else (8, 16, 32)
+        chunks = (tokens // 4, 2 * tokens)
         levers = [
-            Lever(
-                name="batch",
-                settings={"default": {}}
-                | {str(n): {"max_num_seqs": n} for n in ((64, 128, 512) if gpu else (8, 16, 32))},
-            ),
-            Lever(
-                name="chunk",
-                settings={"default": {}}
-                | {str(n): {"max_num_batched_tokens": n} for n in ((8192, 16384) if gpu else (512, 4096))},
-            ),
+            Lever(name="batch", settings={"default": {}} | {str(n): {"max_num_seqs": n} for n in batches}),
+            Lever(name="chunk", settings={"default": {}} | {str(n): {"max_num_batched_tokens": n} for n in chunks}),
             Lever(
                 name="kv_cache",
-                settings={"auto": {}} | {one: {"kv_cache_dtype": one} for one in kv},
+                settings={"auto": {}} | {"fp8": {"kv_cache_dtype": "fp8"}},
                 affects_quality=True,
             ),
             Lever(
@@ -208,16 +225,21 @@ class Vllm(Engine[VllmConfig]):
             ),
         ]
         if not gpu:
+            fast: dict[str, Any] = _EAGER | {"VLLM_CPU_NUM_OF_RESERVED_CPU": 0}
             levers.append(Lever(name="cores", settings={"all-1": {}, "all": {"VLLM_CPU_NUM_OF_RESERVED_CPU": 0}}))
-            if model.dtype in _HALF and not host.instruction_sets & _HALF_INSTRUCTIONS:
+            if _emulates_16_bit(model, host):
                 dtypes: dict[str, dict[str, Any]] = {"auto": {}, "float32": {"dtype": "float32"}}
                 levers.append(Lever(name="dtype", settings=dtypes, affects_quality=True))
-            return Space(always={"kv_cache_memory_bytes": _CPU_KV_BYTES}, fast_start=_EAGER, levers=tuple(levers))
+                fast = fast | {"dtype": "float32"}  # 16-bit arithmetic is emulated
+            return Space(always={"kv_cache_memory_bytes": _CPU_KV_BYTES}, fast_start=fast, levers=tuple(levers))
         heads = model.shape.heads if model.shape else 1
         tp_sizes = [n for n in (2, 4, 8) if n <= len(host.gpus) and heads % n == 0]
         if tp_sizes:
             settings: dict[str, dict[str, Any]] = {str(n): {"tensor_parallel_size": n} for n in tp_sizes}
+            if model.experts:  # with one GPU it changes nothing
+                settings |= {f"{n}+experts": settings[str(n)] | {"enable_expert_parallel": True} for n in tp_sizes}
             levers.append(Lever(name="tensor_parallel", settings={"1": {}} | settings))
+        levers.append(Lever(name="cuda_graphs", settings={"on": {}, "off": _EAGER}))
         return Space(always={"max_model_len": context}, fast_start=_EAGER, levers=tuple(levers))
 
     def drafts_by_batch(self, schedule: Sequence[tuple[int, int, int]]) -> dict[str, Any] | None:
@@ -321,10 +343,11 @@ class Vllm(Engine[VllmConfig]):
         elements, widened = model.kv_elements_per_token(), config.dtype == "float32" and model.dtype in _HALF
         served = model.model_copy(update={"dtype": "float32"}) if widened else model
         per_token = elements * _kv_bytes_per_element(config.kv_cache_dtype, served) if elements else None
-        batch = config.max_num_batched_tokens or 2048
+        batch = config.max_num_batched_tokens or _default_batch(host)[1]
         weights = (model.weight_bytes or 0) * (2 if widened and not model.quantization else 1)
         activations = 4 * batch * 8 * (model.hidden or 0) + 4 * 256 * (model.vocabulary or 0)
         overhead = int(2.2 * 2**30) if not host.gpus else 3 * 2**30
+        overhead += _adapters_bytes(config, model, gpus=bool(host.gpus))
         kv = config.kv_cache_memory_bytes
         if config.VLLM_CPU_KVCACHE_SPACE is not None and not host.gpus:
             kv = config.VLLM_CPU_KVCACHE_SPACE * 2**30
@@ -333,10 +356,12 @@ class Vllm(Engine[VllmConfig]):
             share = int((config.gpu_memory_utilization or 0.92) * whole)
             kv = max(share - weights - activations - overhead, 0)
         ways = (config.tensor_parallel_size or 1) * (config.pipeline_parallel_size or 1) if host.gpus else 0
+        needed = (weights + (kv or 0)) // max(1, ways) + activations + overhead
+        gpu_share = 0.0
         if kv is None:  # vLLM takes its share of every GPU
-            smallest = min(gpu.memory_bytes for gpu in host.gpus)
-            share = int((config.gpu_memory_utilization or 0.92) * smallest)
-            kv = max(ways * (share - activations - overhead) - weights, 0)
+            gpu_share = config.gpu_memory_utilization or 0.92
+            largest = max(gpu.memory_bytes for gpu in host.gpus)
+            kv = max(ways * (int(gpu_share * largest) - activations - overhead) - weights, 0)
         return Footprint(
             weights_bytes=weights or None,
             kv_bytes=kv,
@@ -345,6 +370,10 @@ class Vllm(Engine[VllmConfig]):
             overhead_bytes=overhead,
             one_node=not host.gpus,
             gpu_ways=ways,
+            copies=config.data_parallel_size or 1,
+            over_nodes=config.distributed_executor_backend == "ray",
+            gpu_free_bytes=needed,
+            gpu_free_share=gpu_share,
             lower=(
                 "the KV cache (VLLM_CPU_KVCACHE_SPACE in GiB, or kv_cache_memory_bytes)",
                 "max_num_batched_tokens",
@@ -368,11 +397,29 @@ class Vllm(Engine[VllmConfig]):
             env["VLLM_HOST_IP"] = "127.0.0.1"
         if (installation.build or "").startswith("cpu"):
             env["VLLM_USE_AOT_COMPILE"] = "0"  # it cannot load what it saved, and would recompile at each start
-        if placement.gpus is not None:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, placement.gpus))
         if source.startswith(("/", ".", "~")):
             env["HF_HUB_OFFLINE"] = "1"
         return Command(argv=(*argv, *knobs.arguments(config)), env=env | knobs.environment(config))
+
+
+def _adapters_bytes(config: VllmConfig, model: Model, *, gpus: bool) -> int:
+    """Return the memory of the LoRA slots on each device, which vLLM reserves at the largest rank, in 16 bits."""
+    if not config.enable_lora or model.shape is None:
+        return 0
+    tensor, pipeline = (config.tensor_parallel_size, config.pipeline_parallel_size) if gpus else (1, 1)
+    count, rank = config.max_loras or 1, config.max_lora_rank or _LORA_RANK
+    return model.shape.adapters_bytes(count, rank, tensor=tensor or 1, pipeline=pipeline or 1)
+
+
+def _default_batch(host: Host) -> tuple[int, int]:
+    """Return vLLM's defaults of max_num_seqs and max_num_batched_tokens, which depend on the memory of the GPUs."""
+    if not host.gpus:
+        return 128, 2048
+    gib = min(gpu.memory_bytes for gpu in host.gpus) / 2**30
+    if gib >= 160:
+        return 1024, 16384
+    large = gib >= 70 and not any("a100" in gpu.name.lower() for gpu in host.gpus)
+    return (1024, 8192) if large else (256, 2048)
 
 
 def _cores(config: VllmConfig, host: Host) -> int | None:
@@ -384,7 +431,17 @@ def _cores(config: VllmConfig, host: Host) -> int | None:
 
 
 _EAGER = {"enforce_eager": True}
+
+
+def _emulates_16_bit(model: Model, host: Host) -> bool:
+    """Return whether the model's 16-bit floats are converted before every operation, for want of instructions."""
+    known = host.instruction_sets  # empty for a machine that is only planned
+    return not host.gpus and model.dtype in _HALF and bool(known) and not known & _HALF_INSTRUCTIONS
+
+
 _HALF = ("bfloat16", "float16")
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
+_LORA_RANK = 16  # its default
 _HALF_INSTRUCTIONS = {"amx_bf16", "avx512_bf16", "bf16"}  # without these a CPU converts 16-bit floats to 32 bits
 _BY_BATCH = "num_speculative_tokens_per_batch_size"
 _CPU_TORCH = "2.13.0"

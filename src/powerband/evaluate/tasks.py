@@ -6,7 +6,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -32,12 +32,22 @@ class Task(Protocol):
     async def run(self, client: EngineClient, begin: int, end: int) -> list[float]:
         """Ask the questions from `begin` up to `end`; return the score of each."""
 
+    @property
+    def further(self) -> Task | None:
+        """Return the questions that are asked only if the verdict is undecided."""
+
 
 @dataclass(frozen=True)
 class QuestionTask:
     """Questions from the built-in `recall` task or from a user's file."""
 
     questions: tuple[Question, ...]
+    reserve: tuple[Question, ...] = ()  # asked only if the verdict is undecided
+
+    @property
+    def further(self) -> Task | None:
+        """Return the reserve."""
+        return QuestionTask(self.reserve) if self.reserve else None
 
     @property
     def size(self) -> int:
@@ -70,6 +80,12 @@ class HarnessTask:
     python: str
     tokenizer: str
     rows: Sequence[int]
+    reserve: Sequence[int] = ()  # rows that are scored only if the verdict is undecided
+
+    @property
+    def further(self) -> Task | None:
+        """Return the reserve."""
+        return replace(self, rows=self.reserve, reserve=()) if self.reserve else None
 
     @property
     def size(self) -> int:

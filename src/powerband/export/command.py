@@ -7,4 +7,4 @@ from powerband.core.recipe import Recipe
 
 def files(recipe: Recipe) -> dict[str, str]:
     """Return the script."""
-    return {"serve.sh": f"#!/bin/sh\n# {recipe.summary}\nexec env {recipe.command}\n"}
+    return {"serve.sh": f"#!/bin/sh\n# {recipe.summary}\n# measured on: {recipe.devices}\nexec env {recipe.command}\n"}

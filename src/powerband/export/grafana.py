@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Collection
 from typing import Any
 
 from powerband.core.recipe import Recipe
@@ -51,11 +53,13 @@ PANELS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Requests sent to the fallback model", "short", {"overflows": "powerband_overflows"}),
 )  # fmt: skip
 _WIDTH, _HEIGHT, _COLUMNS = 8, 7, 3
+_SERIES = re.compile(r"\bpowerband_\w+")
 
 
-def files(recipe: Recipe) -> dict[str, str]:
-    """Return the dashboard."""
-    panels = [_panel(number, *one) for number, one in enumerate(PANELS)]
+def files(recipe: Recipe, *, recorded: Collection[str] | None = None) -> dict[str, str]:
+    """Return the dashboard, with the queries whose series are recorded; None: all series of a fleet."""
+    drawn = [(title, unit, _answered(queries, recorded)) for title, unit, queries in PANELS]
+    panels = [_panel(number, *one) for number, one in enumerate(one for one in drawn if one[2])]
     dashboard = {
         "title": f"Powerband: {recipe.name}",
         "uid": "powerband-fleet",
@@ -65,6 +69,12 @@ def files(recipe: Recipe) -> dict[str, str]:
         "panels": panels,
     }
     return {"dashboard.json": json.dumps(dashboard, indent=1) + "\n"}
+
+
+def _answered(queries: dict[str, str], recorded: Collection[str] | None) -> dict[str, str]:
+    if recorded is None:
+        return queries
+    return {name: query for name, query in queries.items() if set(_SERIES.findall(query)) <= set(recorded)}
 
 
 def _panel(number: int, title: str, unit: str, queries: dict[str, str]) -> dict[str, Any]:

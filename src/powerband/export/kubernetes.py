@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from powerband.core.recipe import Recipe
@@ -9,6 +10,7 @@ from powerband.export import alerts
 from powerband.export.container import PORT, Container, container, to_yaml
 
 _PICKER = "powerband-picker"
+_PROBE_S = 5  # between two health checks
 _MEMORY_MARGIN = 1.25  # requested memory over measured memory
 
 
@@ -16,7 +18,7 @@ def files(recipe: Recipe) -> dict[str, str]:
     """Return the manifests."""
     one = container(recipe)
     manifests = to_yaml(_deployment(one), _service(one), _budget(one), _scaler(one, recipe), _pool(one))
-    return {"kubernetes.yaml": manifests, **alerts.recording_rules(recipe.deployment["engine"]), **alerts.files(recipe)}
+    return {"kubernetes.yaml": manifests, **alerts.engine_files(recipe, one.name)}
 
 
 def _meta(one: Container, suffix: str = "") -> dict[str, Any]:
@@ -28,27 +30,27 @@ def _labels(one: Container) -> dict[str, str]:
 
 
 def _deployment(one: Container) -> dict[str, Any]:
-    probe = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 5}
+    probe = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": _PROBE_S}
     resources: dict[str, Any] = {}
     if one.memory_bytes:
         resources = {"requests": {"memory": f"{int(_MEMORY_MARGIN * one.memory_bytes) // 2**20}Mi"}}
     if one.gpus:
-        resources["limits"] = {"nvidia.com/gpu": str(one.gpus)}
+        resources["limits"] = {f"{one.vendor}.com/gpu": str(one.gpus)}  # the resource of the vendor's device plugin
     engine = {
         "name": "engine",
         "image": one.image,
         "args": list(one.args),
         "env": [{"name": key, "value": value} for key, value in one.env.items()],
         "ports": [{"name": "http", "containerPort": PORT}],
-        "startupProbe": {**probe, "failureThreshold": 120},
+        "startupProbe": {**probe, "failureThreshold": math.ceil(one.start_timeout_s / _PROBE_S)},
         "readinessProbe": probe,
         "livenessProbe": {**probe, "failureThreshold": 6},
         "resources": resources,
     }
     pod: dict[str, Any] = {"terminationGracePeriodSeconds": 660, "containers": [engine]}
-    if one.weights:
-        engine["volumeMounts"] = [{"name": "weights", "mountPath": one.mount_path, "readOnly": True}]
-        pod["volumes"] = [{"name": "weights", "hostPath": {"path": one.weights}}]
+    if mounts := _mounts(one):
+        engine["volumeMounts"] = [{"name": name, **mount} for name, (mount, _) in mounts.items()]
+        pod["volumes"] = [{"name": name, **volume} for name, (_, volume) in mounts.items()]
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -60,6 +62,17 @@ def _deployment(one: Container) -> dict[str, Any]:
             "template": {"metadata": {"labels": _labels(one)}, "spec": pod},
         },
     }
+
+
+def _mounts(one: Container) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Return mount and volume of the weights and of the shared memory, by name."""
+    found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+    if one.weights:
+        found["weights"] = ({"mountPath": one.mount_path, "readOnly": True}, {"hostPath": {"path": one.weights}})
+    if one.shared_memory_bytes:
+        size = f"{one.shared_memory_bytes // 2**30}Gi"
+        found["shared-memory"] = ({"mountPath": "/dev/shm"}, {"emptyDir": {"medium": "Memory", "sizeLimit": size}})
+    return found
 
 
 def _service(one: Container) -> dict[str, Any]:

@@ -19,10 +19,13 @@ def files(recipe: Recipe) -> dict[str, str]:
     knobs: dict[str, Any] = own.config.model_dump(mode="json", exclude_defaults=True)
     environment = {**knobs.pop("extra_env", {}), **{name: one for name, one in knobs.items() if name.isupper()}}
     arguments = {name: one for name, one in knobs.items() if name.islower() and name != "extra_args"}
+    if own.variant.revision:
+        arguments["revision"] = own.variant.revision
     model = {
         "model_loading_config": {"model_id": own.served_name, "model_source": own.variant.source},
         "engine_kwargs": arguments,
         "runtime_env": {"env_vars": {name: str(one) for name, one in environment.items()}},
+        "placement_group_config": _placement(recipe, knobs.get("distributed_executor_backend") == "ray"),
         "deployment_config": {"autoscaling_config": {"min_replicas": 1, "max_replicas": 4}},
     }
     application = {
@@ -32,3 +35,9 @@ def files(recipe: Recipe) -> dict[str, str]:
         "args": {"llm_configs": [model]},
     }
     return {"serve.yaml": to_yaml({"applications": [application]})}
+
+
+def _placement(recipe: Recipe, over_nodes: bool) -> dict[str, Any]:
+    """Return a bundle for each GPU, on one node unless a replica spans several; without a GPU, a bundle of one CPU."""
+    bundles = [{"CPU": 1, "GPU": 1} for _ in range(recipe.gpus)] or [{"CPU": 1}]
+    return {"bundles": bundles, "strategy": "PACK" if over_nodes else "STRICT_PACK"}

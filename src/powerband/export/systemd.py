@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from powerband.core.recipe import Recipe
-from powerband.export.container import container
+from powerband.export.container import deployment, service_name
 
 _UNIT = """\
 [Unit]
@@ -21,7 +21,7 @@ DynamicUser=yes
 StateDirectory=powerband
 CacheDirectory=powerband
 Environment=XDG_STATE_HOME=/var/lib/powerband XDG_CACHE_HOME=/var/cache/powerband
-NoNewPrivileges=yes
+{groups}NoNewPrivileges=yes
 ProtectSystem=strict
 ProtectHome=read-only
 
@@ -31,6 +31,7 @@ WantedBy=multi-user.target
 
 
 def files(recipe: Recipe) -> dict[str, str]:
-    """Return the unit and the recipe that it serves."""
-    name = container(recipe).name
-    return {f"powerband-{name}.service": _UNIT.format(name=name), "recipe.yaml": recipe.to_text()}
+    """Return the unit and the recipe that it serves; `powerband serve` chooses the recipe's number of GPUs."""
+    name = service_name(deployment(recipe))
+    groups = "SupplementaryGroups=video render\n" if recipe.device_vendor == "amd" else ""
+    return {f"powerband-{name}.service": _UNIT.format(name=name, groups=groups), "recipe.yaml": recipe.to_text()}

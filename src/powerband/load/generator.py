@@ -58,7 +58,7 @@ def drive(
 ) -> Run:
     """Send the traffic and record the answers, until all requests are answered or `until` returns true."""
     run, began = Run(), time.monotonic()
-    transport = wire.connect(target, max_in_flight=max_in_flight, senders=senders)
+    transport = wire.connect(target, max_in_flight=max_in_flight, senders=senders, turns=traffic.turns)
     try:
         sender = _Sender(transport, target, traffic)
         sender.top_up()

@@ -11,7 +11,7 @@ import json
 import math
 import random
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -47,6 +47,15 @@ class Traffic:
         """Return the number of requests in a session."""
         return self.workload.turns.count if self.workload.turns else 1
 
+    def requests(self) -> Iterator[tuple[int, int, int]]:
+        """Yield session, prompt tokens and output tokens of every request; a prompt includes earlier turns."""
+        for session, prompt in enumerate(self.prompt_tokens):
+            for turn in range(self.turns):
+                prompt += self.text.tokens(session, turn) if turn else 0
+                output = self.output_tokens[session * self.turns + turn]
+                yield session, prompt, output
+                prompt += output
+
     def messages(self, number: int, *, turn: int = 0, earlier: Messages | None = None) -> Messages:
         """Return the messages of a request; a later turn contains the earlier turns and their answers."""
         return [*(earlier or []), *self.text.messages(number, turn)]
@@ -71,9 +80,19 @@ class TextMaker:
         """Return the messages that a turn adds."""
         raise NotImplementedError
 
+    def tokens(self, number: int, turn: int) -> int:
+        """Return the number of tokens that a turn adds, without a shared prefix."""
+        raise NotImplementedError
+
     def cacheable_share(self, traffic: Traffic) -> float:
         """Return the share of prompt tokens that appeared in earlier requests as a prefix."""
         return 0.0
+
+
+def long_tokens(lengths: Iterable[tuple[int, int]]) -> int:
+    """Return the 95th percentile of prompt and answer together."""
+    totals = sorted(prompt + output for prompt, output in lengths)
+    return totals[int(0.95 * (len(totals) - 1))]
 
 
 def prepare(workload: Workload, count: int, *, vocabulary: Vocabulary, base: Path | None = None) -> Traffic:
@@ -129,14 +148,19 @@ def _draw(length: Length, rng: random.Random) -> int:
     return min(drawn, length.max) if length.max else drawn
 
 
+@lru_cache(maxsize=8)  # every level of a study needs the same; drawing one holds up the senders of others for 0.1 s
+def _pool(words: tuple[str, ...], seed: str) -> list[str]:
+    return random.Random(seed).choices(words, k=_POOL_WORDS)
+
+
 class _Words:
     """Text of an exact number of words: a unique salt, then a slice of a random sequence of words."""
 
     def __init__(self, workload: Workload, vocabulary: Vocabulary) -> None:
         self.words = vocabulary.words(workload.content)
         self.seed = workload.seed
-        self.seeded_pool = random.Random(f"river {workload.seed}").choices(self.words, k=_POOL_WORDS)
-        self.fixed_pool = random.Random("prefixes").choices(self.words, k=_POOL_WORDS)
+        self.seeded_pool = _pool(self.words, f"river {workload.seed}")
+        self.fixed_pool = _pool(self.words, "prefixes")
 
     def own(self, number: int, tokens: int) -> str:
         """Return the text of a number, different for every number and seed."""
@@ -182,6 +206,9 @@ class _SyntheticText(TextMaker):
             messages.insert(0, {"role": "system", "content": self.prefix(self.prefixes[number])})
         return messages
 
+    def tokens(self, number: int, turn: int) -> int:
+        return self.own[number * self.turns + turn]
+
     def cacheable_share(self, traffic: Traffic) -> float:
         prefix = traffic.workload.prefix
         length = prefix.tokens if prefix else 0
@@ -222,7 +249,6 @@ class _DatasetText(TextMaker):
         self.lengths = [[next(counted) for _ in chat] for chat in chats]
 
     def tokens(self, number: int, turn: int) -> int:
-        """Return the number of tokens that a turn adds."""
         lengths = self.lengths[self.order[number]]
         return lengths[turn % len(lengths)]
 
@@ -265,6 +291,9 @@ class _TraceText(TextMaker):
         self.ids = array("Q")  # hash ids of Mooncake blocks
         self.ends = array("Q")  # end index of each request's hash ids
         self.block = lru_cache(maxsize=1 << 15)(self._block)
+
+    def tokens(self, number: int, turn: int) -> int:
+        return self.lengths[number]
 
     def _block(self, hash_id: int) -> list[str]:
         return self.words.own(hash_id, self.block_tokens).split(" ")

@@ -43,8 +43,8 @@ class Vocabulary:
 
 
 @cache
-def vocabulary(source: str | None) -> Vocabulary:
-    """Return the vocabulary of a model; if its files are not found locally, one word counts as one token."""
+def vocabulary(source: str | Path | None) -> Vocabulary:
+    """Return the vocabulary of a model directory or GGUF file; without one, a word counts as one token."""
     path = Path(source).expanduser() if source else None
     if path is None or not path.exists():
         return Vocabulary(None)

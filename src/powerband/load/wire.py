@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,6 +28,7 @@ class Target:
     model: str
     headers: tuple[tuple[str, str], ...] = ()
     keep_alive: bool = True  # False: this server mishandles reused connections
+    beside: tuple[str, ...] = ()  # URLs of servers that share the requests with this one
 
     @property
     def secure(self) -> bool:
@@ -49,8 +50,15 @@ class Target:
         return "\r\n".join([*lines, "", ""]).encode()
 
 
-def connect(target: Target, *, max_in_flight: int = 0, senders: int = 1) -> Any:
-    """Return a wire to the target, with one thread per sender; the host name is resolved once, before the run."""
+def connect(target: Target, *, max_in_flight: int = 0, senders: int = 1, turns: int = 1) -> Any:
+    """Return a wire to the target, with one thread per sender; the host name is resolved once, before the run.
+
+    Servers that share the requests get them in turn, and all `turns` of a session go to the same one.
+    """
+    if target.beside:
+        servers = [replace(target, url=url, beside=()) for url in (target.url, *target.beside)]
+        each = -(-max_in_flight // len(servers))
+        return _MultiWire([connect(one, max_in_flight=each, senders=senders) for one in servers], turns)
     parts = urlsplit(target.url)
     port = parts.port or (443 if target.secure else 80)
     try:
@@ -66,13 +74,13 @@ def connect(target: Target, *, max_in_flight: int = 0, senders: int = 1) -> Any:
 
 
 class _MultiWire:
-    """Several compiled wires with the interface of one; each is a thread that runs without the GIL."""
+    """Several wires with the interface of one; a compiled one is a thread that runs without the GIL."""
 
-    def __init__(self, wires: list[Any]) -> None:
-        self.wires = wires
+    def __init__(self, wires: list[Any], turns: int = 1) -> None:
+        self.wires, self.turns = wires, turns
 
     def submit(self, id: int, due_ns: int, data: bytes, chain: int, after_ns: int, whole: bool) -> None:
-        wire = self.wires[(chain if chain >= 0 else id) % len(self.wires)]
+        wire = self.wires[(chain if chain >= 0 else id // self.turns) % len(self.wires)]
         wire.submit(id, due_ns, data, chain, after_ns, whole)
 
     def warm(self, count: int) -> None:

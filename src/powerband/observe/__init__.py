@@ -18,7 +18,9 @@ from powerband.errors import InputError
 from powerband.evaluate.tasks import Task
 from powerband.load import prompts, tokens
 from powerband.observe.drift import Alarm, DriftDetector, RequestFeatures
+from powerband.runtime import model_files
 from powerband.serve import FleetSpec, ModelSpec
+from powerband.serve.router.capture import rotated
 from powerband.store import documents
 
 RequestRecord = dict[str, Any]  # one line of a fleet's `traffic.jsonl`
@@ -134,7 +136,8 @@ def reference_traffic(
     """
     if workload.trace and (captured := _captured(Path(workload.trace.path))):
         return captured
-    traffic = prompts.prepare(workload.at_rate(rate_per_s), count, vocabulary=tokens.vocabulary(source), base=None)
+    vocabulary = tokens.vocabulary(model_files.location(source))
+    traffic = prompts.prepare(workload.at_rate(rate_per_s), count, vocabulary=vocabulary, base=None)
     seen: set[int] = set()
     found = []
     for number, at_s in enumerate(traffic.due_s):
@@ -173,7 +176,8 @@ def read_records(folder: Path, model_spec: ModelSpec) -> list[RequestRecord]:
     path = folder / "traffic.jsonl"
     if not path.exists():
         raise InputError(f"no captured traffic in {folder}", hint="run 'powerband serve' with --capture")
-    complete = (json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))
+    text = "".join(one.read_text() for one in (rotated(path), path) if one.exists())
+    complete = (json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n"))
     own = (row for row in complete if row["model"] == model_spec.name and row["recipe"] == model_spec.recipe)
     return sorted(own, key=lambda row: float(row["timestamp"]))
 

@@ -5,34 +5,42 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-from powerband import catalog, engines
+from powerband import catalog, engines, quantizers
 from powerband._callable import make_callable
 from powerband.core import statistics
 from powerband.core.coefficients import Coefficients, Spread
 from powerband.core.device import Device
+from powerband.core.document import Document
+from powerband.core.evidence import ExpectedQuality
 from powerband.core.host import Host
 from powerband.core.model import Model
 from powerband.core.plan import Candidate, OfferedDevices, Plan, Rejection
+from powerband.core.quality import QualityFloor
 from powerband.core.scheme import Scheme
 from powerband.core.slo import SLO
 from powerband.core.statistics import Interval
+from powerband.core.support import Fact
 from powerband.core.workload import Workload
 from powerband.errors import InputError
-from powerband.load import prompts, tokens
+from powerband.load import arrivals, prompts, tokens
 from powerband.plan import local_device, predict, residual_model
 from powerband.plan.options import Lengths, Offer, Option, options
 from powerband.plan.predict import FluidEstimate, Requests, Server
+from powerband.plan.quality import Prior
 from powerband.plan.step_time import NO_SPECULATION, Speculation
+from powerband.runtime import model_files
 from powerband.store import documents
+from powerband.store.schemes import all_schemes, published_scheme
 
 _SAMPLED_REQUESTS = 1500
 _SIMULATED = 16  # options to simulate: those with the best fluid estimates
 _SIMULATED_PER_DEVICE = 1  # at least
+_REFINED = 3  # of the best, also simulated with the engine's default batch if that is larger
 _CONTEXT_STEP = 512
 
 
@@ -46,6 +54,7 @@ class PlanSpec:
     offers: tuple[Offer, ...]
     engine: str | None = None
     schemes: tuple[str, ...] = ()
+    floor: QualityFloor | None = None  # options that the evidence says will fail it are rejected
     load_per_s: float | None = None
     speculation: Speculation = NO_SPECULATION  # planned in addition to options without speculation
     base: Path | None = None  # of relative paths in the workload
@@ -59,6 +68,7 @@ class FittingOption:
     option: Option
     server: Server
     estimate: FluidEstimate
+    quality: ExpectedQuality
 
 
 def plan(spec: PlanSpec) -> Plan:
@@ -72,26 +82,40 @@ def plan(spec: PlanSpec) -> Plan:
     fitting: list[FittingOption] = []
     rejections: list[Rejection] = []
     schemes = eligible_schemes(spec.model, wanted=spec.schemes)
+    lengths = requests.lengths
+    prior = Prior(spec.model, spec.floor, longest_tokens=lengths.max_tokens, output_tokens=lengths.output)
+    quality_of = cache(prior.expected)
     for offer in spec.offers:
         for found in options(spec.model, offer, requests.lengths, schemes, wanted_engine=spec.engine):
             if isinstance(found, Rejection):
                 rejections.append(found)
                 continue
-            server = predict.server_for(found, coefficients_for(known, found.engine, offer.device, found.scheme.name))
-            fitting.append(FittingOption(found, server, predict.fluid_estimate(server, requests.lengths, spec.slo)))
-    candidates = []
-    for uncorrected in _to_simulate(fitting, spec):
-        one = _corrected(uncorrected, requests.lengths, spec.slo)
-        predicted = predict.max_rate(one.server, requests, spec.slo, estimate=one.estimate)
-        if predicted is None:
-            rejections.append(_too_slow(one, requests, spec.slo))
+            quality = quality_of(found.engine, found.scheme.name or "", found.kv_format)
+            if quality.outlook == "unlikely":
+                rejections.append(_likely_below_the_floor(found, quality))
+                continue
+            fitted = coefficients_for(known, found.engine, offer.device, found.scheme.name)
+            server = predict.server_for(found, fitted)
+            estimate = predict.fluid_estimate(server, requests.lengths, spec.slo)
+            fitting.append(FittingOption(found, server, estimate, quality))
+    ranked: list[tuple[Candidate, FittingOption]] = []
+    for one in _to_simulate(fitting, spec):
+        if (candidate := _simulated(one, requests, spec)) is None:
+            rejections.append(_too_slow(_corrected(one, requests.lengths, spec.slo), requests, spec.slo))
         else:
-            candidates.append(_candidate(one, predicted, requests, spec))
-    candidates.sort(key=lambda one: one.usd_per_1m_tokens.value)
+            ranked.append((candidate, one))
+    ranked.sort(key=lambda pair: _rank(pair[0]))
+    candidates = [candidate for candidate, _ in ranked]
+    for number, (candidate, one) in enumerate(ranked[:_REFINED]):
+        if larger := one.option.with_default_batch():
+            again = _simulated(_with(larger, one), requests, spec)
+            candidates[number] = min(filter(None, (candidate, again)), key=_rank)
+    candidates.sort(key=_rank)
     return Plan(
         model=spec.model.source,
         workload=spec.workload,
         slo=spec.slo,
+        floor=spec.floor,
         load_per_s=spec.load_per_s,
         offers=tuple(_offered(offer) for offer in spec.offers),
         candidates=tuple(candidates),
@@ -100,37 +124,51 @@ def plan(spec: PlanSpec) -> Plan:
     )
 
 
+def _rank(one: Candidate) -> tuple[bool, float]:
+    return not one.documented, one.usd_per_1m_tokens.value
+
+
+def _simulated(uncorrected: FittingOption, requests: Requests, spec: PlanSpec) -> Candidate | None:
+    """Return the candidate of an option; None if it misses the SLO at every rate."""
+    one = _corrected(uncorrected, requests.lengths, spec.slo)
+    predicted = predict.max_rate(one.server, requests, spec.slo, estimate=one.estimate)
+    return _candidate(one, predicted, requests, spec) if predicted else None
+
+
 def sample_requests(workload: Workload, model: Model, *, base: Path | None = None) -> Requests:
     """Return the requests that `bench` would send, at a mean rate of one per second."""
     open_loop = workload.at_rate(1.0)
-    traffic = prompts.prepare(open_loop, _SAMPLED_REQUESTS, vocabulary=tokens.vocabulary(model.source), base=base)
-    inputs, outputs = list(traffic.prompt_tokens), list(traffic.output_tokens)[:: traffic.turns]
-    longest = max(a + b for a, b in zip(inputs, outputs, strict=True))
+    vocabulary = tokens.vocabulary(model_files.location(model.source))
+    turns = workload.turns.count if workload.turns else 1
+    traffic = prompts.prepare(open_loop, math.ceil(_SAMPLED_REQUESTS / turns), vocabulary=vocabulary, base=base)
+    inputs, outputs = ([one[part] for one in traffic.requests()] for part in (1, 2))
+    totals = [a + b for a, b in zip(inputs, outputs, strict=True)]
+    longest, limit = max(totals), model.context_tokens
+    if limit and longest > limit:
+        share = sum(one > limit for one in totals) / len(totals)
+        raise InputError(
+            f"{share:.0%} of the requests are longer than the model's context of {limit} tokens; "
+            f"the longest has {longest} tokens with its answer",
+            hint="use a model with a longer context, or limit lengths and turns in the workload",
+        )
     with_margin = math.ceil(1.25 * longest / _CONTEXT_STEP) * _CONTEXT_STEP
     lengths = Lengths(
         prompt=sum(inputs) / len(inputs),
         output=sum(outputs) / len(outputs),
-        max_tokens=min(with_margin, model.context_tokens or with_margin),
+        max_tokens=min(with_margin, limit or with_margin),
         cached_share=traffic.prefix_share,
+        adapters=len(workload.adapters),
+        adapter_rank=max((one.rank for one in workload.adapters), default=0),
     )
-    return Requests(traffic.due_s, inputs, outputs, lengths)
-
-
-def published_scheme(model: Model) -> Scheme:
-    """Return the scheme of a model's published weights."""
-    for one in all_schemes():
-        if model.weight_format in one.published_as and one.format == (model.format or "safetensors"):
-            return one
-    raise InputError(
-        f"{model.source} is published in '{model.weight_format}', which is not a quantization scheme of the catalogue",
-        hint=f"schemes: {', '.join(catalog.names('scheme'))}",
-    )
+    # later turns arrive after answers that the plan does not know: independent arrivals stand for them
+    due_s = traffic.due_s if turns == 1 else arrivals.times_s(open_loop.model_copy(update={"turns": None}), len(inputs))
+    return Requests(due_s, inputs, outputs, lengths)
 
 
 def eligible_schemes(model: Model, *, wanted: Sequence[str] = ()) -> list[Scheme]:
     """Return the schemes for a model: the published one, and those that `quantize` can make from it.
 
-    Schemes that are known to degrade answers are included only if `wanted` names them.
+    Those that `quantize` cannot make, and those known to degrade answers, are included only if `wanted` names them.
     """
     for name in wanted:
         catalog.text("scheme", name)  # raises if the name is unknown
@@ -144,19 +182,12 @@ def eligible_schemes(model: Model, *, wanted: Sequence[str] = ()) -> list[Scheme
         found += [
             one for one in all_schemes() if one.weight_bytes(shape) < limits[one.format] and one.name != published.name
         ]
-    return [one for one in found if (one.name in wanted if wanted else one is published or not one.risky)]
-
-
-@cache
-def all_schemes() -> tuple[Scheme, ...]:
-    """Return the catalogue's schemes."""
-    return tuple(_read(Scheme, name) for name in catalog.names("scheme"))
-
-
-@cache
-def scheme(name: str) -> Scheme:
-    """Return a scheme of the catalogue."""
-    return _read(Scheme, name)
+    made = quantizers.schemes()
+    return [
+        one
+        for one in found
+        if (one.name in wanted if wanted else one is published or (one.name in made and not one.risky))
+    ]
 
 
 @cache
@@ -235,9 +266,14 @@ D = TypeVar("D", Scheme, Device, Coefficients)
 
 
 def _read(kind: type[D], name: str) -> D:
-    document = documents.parse(catalog.text(kind.kind, name), source=name)
+    document = _document(kind.kind, name)
     assert isinstance(document, kind)
     return document
+
+
+@cache
+def _document(kind: str, name: str) -> Document:
+    return documents.parse(catalog.text(kind, name), source=name)
 
 
 def _offered(offer: Offer) -> OfferedDevices:
@@ -258,20 +294,19 @@ def _to_simulate(fitting: list[FittingOption], spec: PlanSpec) -> list[FittingOp
 
     chosen: list[FittingOption] = []
     per_device: dict[str, int] = {}
-    for one in sorted(fitting, key=usd_per_request):
+    for one in sorted(fitting, key=lambda one: (not one.option.documented, usd_per_request(one))):
         name = one.option.offer.device.name or ""
         if len(chosen) < _SIMULATED or per_device.get(name, 0) < _SIMULATED_PER_DEVICE:
             chosen.append(one)
             per_device[name] = per_device.get(name, 0) + 1
             if spec.speculation.tokens:
-                chosen.append(_with_speculation(one, spec.speculation))
+                chosen.append(_with(one.option.with_speculation(spec.speculation), one))
     return chosen
 
 
-def _with_speculation(one: FittingOption, speculation: Speculation) -> FittingOption:
-    """Return the option with speculative decoding; `_corrected` computes its estimate anew."""
-    option = one.option.with_speculation(speculation)
-    return FittingOption(option, predict.server_for(option, one.server.times.coefficients), one.estimate)
+def _with(option: Option, one: FittingOption) -> FittingOption:
+    """Return the same fit with an option's other settings; `_corrected` computes its estimate anew."""
+    return replace(one, option=option, server=predict.server_for(option, one.server.times.coefficients))
 
 
 def _corrected(one: FittingOption, lengths: Lengths, slo: SLO) -> FittingOption:
@@ -279,7 +314,7 @@ def _corrected(one: FittingOption, lengths: Lengths, slo: SLO) -> FittingOption:
     concurrency = max(1.0, one.estimate.rate_per_s * one.estimate.answer_s)
     found = predict.closed_loop(one.server.times, concurrency, lengths)
     server = Server(residual_model.corrected(one.option.engine, one.server.times, found), one.server.limits)
-    return FittingOption(one.option, server, predict.fluid_estimate(server, lengths, slo))
+    return replace(one, server=server, estimate=predict.fluid_estimate(server, lengths, slo))
 
 
 def _candidate(one: FittingOption, predicted: predict.Prediction, requests: Requests, spec: PlanSpec) -> Candidate:
@@ -318,7 +353,30 @@ def _candidate(one: FittingOption, predicted: predict.Prediction, requests: Requ
         limited_by=estimate.limited_by,
         basis=fitted.source or fitted.name or "",
         price_source=option.offer.price_source,
+        price_estimated=option.offer.price_estimated,
+        documented=option.documented,
+        support=tuple(_support(what, fact) for what, fact in zip(("weights", "KV cache"), option.support, strict=True)),
+        quality=one.quality,
         deployment=option.deployment(),
+    )
+
+
+def _support(what: str, fact: Fact | None) -> str:
+    if fact is None:
+        return f"{what}: not documented"
+    return f"{what}: {fact.level}{f', {fact.note}' if fact.note else ''} ({fact.source.url}, {fact.source.as_of})"
+
+
+def _likely_below_the_floor(option: Option, quality: ExpectedQuality) -> Rejection:
+    """Return the rejection of an option whose published quality is below the floor."""
+    figures = "; ".join(one.text for one in quality.figures)
+    return Rejection(
+        device=option.offer.device.name or "",
+        engine=option.engine,
+        scheme=option.scheme.name or "",
+        what=f"{option.kv_format} KV",
+        reason=f"it will likely fail the quality floor: {figures} ({quality.likeness})",
+        remedy="a looser --quality, or evaluate it: your model may do better",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics as plain
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from powerband.plan.probe import MAX_CONCURRENCY, MAX_CONTEXT, ConcurrentProbe, 
 from powerband.plan.simulate import Limits, simulate
 from powerband.plan.step_time import StepTimes
 from powerband.plan.step_work import Batch, Steps
+from powerband.runtime import installations
 from powerband.store import documents, runs
 
 Row = list[float]
@@ -58,6 +59,7 @@ def fit(
     *,
     name: str,
     source: str,
+    engine_version: str = "",
 ) -> Coefficients:
     """Return the coefficients with which the roofline is closest to the probes."""
     rows, values = [], []
@@ -75,6 +77,7 @@ def fit(
     found = Coefficients(
         name=name,
         engine=engine,
+        engine_version=engine_version,
         devices=(device.name or "",),
         scheme=steps.scheme.name,
         bandwidth=at_full_speed / max(reading, 1e-9),
@@ -200,6 +203,33 @@ def save(found: Coefficients) -> Path:
 
 
 def saved() -> tuple[Coefficients, ...]:
-    """Return this machine's coefficients."""
-    read = [documents.read(path) for path in sorted(folder().glob("*.yaml"))]
-    return tuple(one for one in read if isinstance(one, Coefficients))
+    """Return this machine's coefficients without the expired ones.
+
+    Those that were adopted, with '~' in their file names, come last.
+    """
+    return tuple(one for one in _all_saved() if not _newer_version(one))
+
+
+def expired() -> list[str]:
+    """Return a sentence for each file of coefficients that was measured with another version than the installed one."""
+    return [
+        f"the calibration of {one.engine} {one.engine_version} is not used: {version} is installed; "
+        "calibrate again with --calibrate"
+        for one in _all_saved()
+        if (version := _newer_version(one))
+    ]
+
+
+def _all_saved() -> Iterator[Coefficients]:
+    for path in sorted(folder().glob("*.yaml"), key=lambda path: ("~" in path.name, path.name)):
+        if isinstance(found := documents.read(path), Coefficients):
+            yield found
+
+
+def _newer_version(one: Coefficients) -> str:
+    """Return the installed version if the coefficients were measured with another one.
+
+    Programs on PATH are not asked for their version, because that takes seconds.
+    """
+    version = next((found.version for found in installations.managed(one.engine)), "")
+    return version if one.engine_version and version and version != one.engine_version else ""

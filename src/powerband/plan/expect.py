@@ -18,12 +18,17 @@ from powerband.core.slo import SLO
 from powerband.core.statistics import Interval
 from powerband.errors import InputError
 from powerband.plan import calibrate, predict
+from powerband.plan.options import of_weights, on_device
 from powerband.plan.predict import Requests, Server
 from powerband.plan.simulate import Limits
 from powerband.plan.step_time import StepTimes
 from powerband.plan.step_work import Split, Steps
+from powerband.store import schemes
+from powerband.store.schemes import published_scheme
 
 Expected = dict[str, dict[str, Interval]]
+# Step time on a CPU that emulates 16-bit floats over that with float32, by the weights' arithmetic (ADR 10).
+_EMULATION_16_BIT, _EMULATION_INT8 = 2.3, 1.25
 _PERCENTILES = ("p50", "p90", "p95", "p99")
 
 
@@ -63,13 +68,14 @@ def server_for(
     adapter = engines.get(deployment.engine)
     if adapter.scheduling is None or model.shape is None:
         return None
-    device, _ = plan.this_machine(host)
     try:
-        weights = plan.scheme(scheme) if scheme else plan.published_scheme(model)
-    except InputError:  # no scheme of the catalogue describes these weights
+        device, _ = plan.this_machine(host)
+        weights = schemes.scheme(scheme) if scheme else published_scheme(model)
+    except InputError:  # the catalogue does not know the GPU, or no scheme of it describes these weights
         return None
     coefficients = plan.coefficients_for(plan.coefficients(known), deployment.engine, device, weights.name)
     settings = adapter.settings_of(deployment, model=model, host=host)
+    weights = on_device(weights, of_weights(deployment.engine, weights, device, model))
     if settings.cores:
         device = device.scaled(settings.cores / len(host.cores))
     expert = settings.tensor * settings.data if settings.expert else 1
@@ -82,7 +88,11 @@ def server_for(
         kv_tokens=split.data * settings.kv_bytes / sharing / steps.kv_of(settings.context) * settings.context,
         request_s=coefficients.request_s,
     )
-    return Server(StepTimes(steps, device, coefficients), limits)
+    times = StepTimes(steps, device, coefficients)
+    if settings.emulates_16_bit and not coefficients.devices:  # a calibration has measured it
+        slower = _EMULATION_16_BIT if weights.compute_dtype(device.tflops) == "bf16" else _EMULATION_INT8
+        times = times.scaled(prefill=slower, decode=slower)
+    return Server(times, limits)
 
 
 def max_rate(server: Server, requests: Requests, slo: SLO) -> Interval:

@@ -6,6 +6,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 from powerband.core import statistics
 from powerband.core.coefficients import Coefficients, Spread
@@ -33,6 +34,14 @@ class Requests:
     prompts: Sequence[int]
     outputs: Sequence[int]
     lengths: Lengths
+
+    def first(self, count: int) -> tuple[list[float], list[int], list[int]]:
+        """Return due times, prompts and outputs of the first requests; beyond the last one they repeat."""
+        own = len(self.due)
+        period = self.due[-1] * own / max(1, own - 1)
+        due = [self.due[number % own] + number // own * period for number in range(count)]
+        prompts, outputs = (list(islice(cycle(some), count)) for some in (self.prompts, self.outputs))
+        return due, prompts, outputs
 
 
 @dataclass(frozen=True)
@@ -107,12 +116,12 @@ class Prediction:
 
 def outcome_at(server: Server, requests: Requests, rate_per_s: float, *, answer_s: float = 0.0) -> Outcome:
     """Simulate the requests at a rate, for long enough that a growing queue shows."""
-    count = min(len(requests.due), max(_MIN_REQUESTS, int(rate_per_s * answer_s * _MIN_DURATION_IN_ANSWERS)))
-    due = array("d", (moment / rate_per_s for moment in requests.due[:count]))
+    count = max(_MIN_REQUESTS, int(rate_per_s * answer_s * _MIN_DURATION_IN_ANSWERS))
+    due, prompts, outputs = requests.first(count)
     return simulate(
-        due,
-        requests.prompts,
-        requests.outputs,
+        array("d", (moment / rate_per_s for moment in due)),
+        prompts,
+        outputs,
         server.times,
         server.limits,
         cached_share=requests.lengths.cached_share,

@@ -14,6 +14,7 @@ from powerband.core.workload import Workload
 from powerband.errors import InvalidMeasurement
 from powerband.load import generator, prompts, tokens
 from powerband.load.wire import Target
+from powerband.runtime import model_files
 from powerband.runtime.replica import Replica
 
 _ROUNDS = 5  # repeated, because a machine's speed drifts
@@ -74,7 +75,7 @@ async def probe(
     """Run all probes that fit the deployment's limits, in several rounds."""
     headers = tuple(replica.request_headers.items())
     target = Target(replica.url, await replica.model_name(), headers, keep_alive=replica.engine.keep_alive)
-    vocabulary = tokens.vocabulary(settings.source)
+    vocabulary = tokens.vocabulary(model_files.location(settings.source))
     fitting = [
         one for one in PROBES if one.prompt + one.output < settings.context and one.concurrency <= settings.sequences
     ]

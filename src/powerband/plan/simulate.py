@@ -30,6 +30,7 @@ class Limits:
 class Outcome:
     """The latencies of each request in order of arrival, without the requests that exceed the KV cache."""
 
+    due: array[float] = field(default_factory=lambda: array("d"))
     ttft: array[float] = field(default_factory=lambda: array("d"))
     tpot: array[float] = field(default_factory=lambda: array("d"))
     e2e: array[float] = field(default_factory=lambda: array("d"))
@@ -55,12 +56,14 @@ def simulate(
     *,
     cached_share: float = 0.0,
     warmup: int = 0,
+    closed: bool = False,
 ) -> Outcome:
     """Return the latencies of the requests, without the first `warmup` of them.
 
-    `cached_share` of every prompt is already in the KV cache.
+    `cached_share` of every prompt is already in the KV cache. In a `closed` loop `due` has the first request of each
+    user; the next one is sent when an answer ends, until all prompts are sent.
     """
-    count = len(due)
+    count, due = len(prompts if closed else due), array("d", due)
     ttft, ends = array("d", bytes(8 * count)), array("d", bytes(8 * count))
     waiting: deque[_Prompt] = deque()
     prefilling: deque[_Prompt] = deque()
@@ -83,8 +86,8 @@ def simulate(
             reserved += needed
             prefilling.append(waiting.popleft())
 
-    while arrived < count or waiting or prefilling or decoding:
-        while arrived < count and due[arrived] + limits.request_s <= now:
+    while arrived < len(due) or waiting or prefilling or decoding:
+        while arrived < len(due) and due[arrived] + limits.request_s <= now:
             cached = cached_share * prompts[arrived]
             waiting.append(_Prompt(arrived, due[arrived], prompts[arrived] - cached, cached, outputs[arrived]))
             arrived += 1
@@ -116,13 +119,13 @@ def simulate(
             mean = context / decodes
             each = step_s(Batch(decodes=decodes, decode_context=mean + until_end * rate / 2))
             steps = until_end
-            if arrived < count:
+            if arrived < len(due):
                 gap = due[arrived] + limits.request_s - now
                 steps = max(1.0, min(until_end, -(-gap // each)))
             now += steps * each
             step += steps
             context += steps * decodes * rate
-        elif arrived < count:
+        elif arrived < len(due):
             now = due[arrived] + limits.request_s
             continue
         while decoding and decoding[0][0] <= step + 1e-9:
@@ -130,9 +133,12 @@ def simulate(
             ends[number], served[number] = now, True
             reserved -= kv_tokens
             context = max(0.0, context - kv_tokens)
+            if closed and len(due) < count:
+                due.append(now)
     found = Outcome(rejected=rejected)
-    for number in range(warmup, count):
+    for number in range(warmup, len(due)):
         if served[number]:
+            found.due.append(due[number])
             e2e = ends[number] - due[number]
             found.ttft.append(ttft[number])
             found.e2e.append(e2e)

@@ -77,6 +77,11 @@ class StepTimes:
     def _prefill_s(self, batch: Batch) -> float:
         return self.seconds(self.steps(batch), finished_prompts=batch.finished_prompts) * self._prefill
 
+    @property
+    def factors(self) -> tuple[float, float]:
+        """Return the factors on steps with prefill and on decode-only steps."""
+        return self._prefill, self._decode
+
     def scaled(self, *, prefill: float, decode: float) -> StepTimes:
         """Return the same step times, multiplied by a factor for steps with prefill and one for decode-only steps."""
         factors = {"prefill": self._prefill * prefill, "decode": self._decode * decode}

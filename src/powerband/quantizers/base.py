@@ -15,6 +15,7 @@ class Job(Value):
     """One variant to create."""
 
     model: Model
+    weights: str  # directory or file of the published weights
     scheme: str
     folder: str  # where the variant is written
     shared: str  # for files that several schemes use

@@ -10,15 +10,15 @@ from llmcompressor import oneshot  # type: ignore[import-not-found]
 from transformers import AutoModelForCausalLM, AutoTokenizer  # type: ignore[import-not-found]
 
 MAX_TOKENS = 512  # of a calibration text
-source, folder, scheme, samples, group = sys.argv[1:]
+source, folder, scheme, samples, group, *ignored = sys.argv[1:]
 
 
 def recipe() -> list[object]:
-    """Return the modifiers of a scheme; `lm_head` is not quantized."""
+    """Return the modifiers of a scheme."""
     from llmcompressor.modifiers.gptq import GPTQModifier  # type: ignore[import-not-found]
     from llmcompressor.modifiers.quantization import QuantizationModifier  # type: ignore[import-not-found]
 
-    common = {"ignore": ["lm_head"]}
+    common = {"ignore": ignored}
     four_bits = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": int(group)}
     groups = {"group_0": {"targets": ["Linear"], "weights": four_bits}}
     if scheme == "w8a8-int8":

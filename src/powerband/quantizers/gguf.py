@@ -37,7 +37,7 @@ class Gguf(Quantizer):
 
     def steps(self, job: Job, tools: Mapping[str, str]) -> tuple[Step, ...]:
         """Convert the model to GGUF if needed, compute an importance matrix if there is calibration text, quantize."""
-        target, source, found = f"{job.folder}/{self.file(job)}", job.model.source, []
+        target, source, found = f"{job.folder}/{self.file(job)}", job.weights, []
         if job.model.format != "gguf":
             base = "" if job.scheme == "f16" else f"{job.shared}/base.gguf"
             found.append(_convert(job, tools, base or target, shared=base))
@@ -60,7 +60,7 @@ class Gguf(Quantizer):
 def _convert(job: Job, tools: Mapping[str, str], target: str, *, shared: str) -> Step:
     """Return the command that converts the model to a 16-bit GGUF."""
     converters = tools["converters"]
-    convert = (tools["python"], f"{converters}/convert_hf_to_gguf.py", job.model.source)
+    convert = (tools["python"], f"{converters}/convert_hf_to_gguf.py", job.weights)
     argv = (*convert, "--outfile", partial_path(shared) if shared else target, "--outtype", "bf16" if shared else "f16")
     env = {"PYTHONPATH": f"{converters}/gguf-py:{converters}", "HF_HUB_OFFLINE": "1"}
     return Step(title="convert to GGUF", argv=argv, env=env, makes=shared)

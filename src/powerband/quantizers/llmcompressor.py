@@ -15,6 +15,8 @@ from powerband.quantizers.base import Job, Quantizer
 _JOB = Path(__file__).with_name("compress_job.py")
 _TORCH = "2.13.0"
 _GROUP_SIZES = (128, 64, 32)
+# Modules that stay in 16 bits: the output embedding, and the routers and shared-expert gates of mixtures of experts.
+UNQUANTIZED = ("lm_head", "re:.*[.]gate$", "re:.*[.]router([.]|$)", "re:.*shared_expert_gate$")
 
 
 class LlmCompressor(Quantizer):
@@ -71,7 +73,7 @@ class LlmCompressor(Quantizer):
         """Run `compress_job.py`, isolated (-I) because its folder has a module that shadows `llmcompressor`."""
         size = group_size(job.model) if job.scheme.startswith("w4a16") else None
         script = (tools["python"], "-I", str(_JOB))
-        argv = (*script, job.model.source, job.folder, job.scheme, job.samples or "", str(size or 0))
+        argv = (*script, job.weights, job.folder, job.scheme, job.samples or "", str(size or 0), *UNQUANTIZED)
         env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(job.threads)}
         return (Step(title=f"quantize to {job.scheme}", argv=argv, env=env),)
 

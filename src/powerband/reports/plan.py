@@ -16,7 +16,9 @@ from powerband.reports import format, html
 from powerband.reports.svg import Chart
 
 _MAX_ROWS = 12
+_SOURCES = 3  # of the expected quality, at most
 _MAX_OFFERS = 4  # more devices than this are not listed
+_UNDOCUMENTED, _ESTIMATED, _UNKNOWN = "?", "~", "evaluate"
 _TEXT_COLUMNS = ("on", "engine", "weights", "KV")
 
 
@@ -31,6 +33,10 @@ def tables(found: Plan, *, why: bool = False) -> Iterator[RenderableType]:
         yield _ranking(found)
         if not found.load_per_s:
             yield Text("req/s: one replica; all/s: all offered devices; $/1M: per million tokens", "dim")
+        if any(one.quality and one.quality.figures for one in found.candidates):
+            yield Text("quality: expected from published and own measurements; 'powerband evaluate' proves it", "dim")
+        if marks := _marks(_best_of_each(found)):
+            yield Text(marks, "dim")
         yield Text.assemble(("first choice: ", "bold"), _sentence(found, found.candidates[0]))
     if why:
         yield from _why(found)
@@ -66,26 +72,66 @@ def _offered(offers: Sequence[OfferedDevices]) -> str:
 
 def _ranking(found: Plan) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    heads = [*_TEXT_COLUMNS, "req/s", "TTFT", "TPOT", "$/1M", "80 %", "need" if found.load_per_s else "all/s"]
-    for head in heads:
+    together = "need" if found.load_per_s else "all/s"
+    for head in (*_TEXT_COLUMNS, "req/s", "TPOT", "$/1M", "80 %", together, "quality"):
         table.add_column(head, justify="left" if head in _TEXT_COLUMNS else "right")
     for number, one in enumerate(_best_of_each(found)):
-        ttft, tpot, cost = _strictest(one.ttft_s), _strictest(one.tpot_s), one.usd_per_1m_tokens
+        tpot, cost = _strictest(one.tpot_s), one.usd_per_1m_tokens
         together = format.number(one.fleet_per_s.value) if one.fleet_per_s else ""
         cells = [
             one.device if one.devices == 1 else f"{one.device} {one.split}",
             one.engine,
-            one.scheme,
+            one.scheme if one.documented else f"{one.scheme} {_UNDOCUMENTED}",
             one.kv_format,
             format.number(one.goodput_per_s.value),
-            format.seconds(ttft.value),
             f"{tpot.value * 1e3:.0f} ms",
-            f"{cost.value:.2g}",
-            f"{cost.low:.2g}-{cost.high:.2g}",
+            f"{_ESTIMATED * one.price_estimated}{_short(cost.value)}",
+            f"{_short(cost.low)}-{_short(cost.high)}",
             f"{one.replicas * one.devices}" if found.load_per_s else together,
+            _quality(one),
         ]
         table.add_row(*cells, style="bold" if number == 0 else "")
     return table
+
+
+def _quality(one: Candidate) -> str:
+    """Return the expected quality in a few letters."""
+    if one.quality is None or one.quality.outlook == "not quantized":
+        return ""
+    found = {figure.unit: figure.expected.value for figure in one.quality.figures}
+    for unit in ("recovery", "same-top"):
+        if unit in found:
+            return f"{100 * found[unit]:.3g}%"
+    return f"KL {_short(found['mean-kl'])}" if "mean-kl" in found else _UNKNOWN
+
+
+def _short(value: float) -> str:
+    """Return a number with two digits, without a leading zero: columns are narrow."""
+    return f"{value:.2g}".removeprefix("0") or "0"
+
+
+def _evidence(one: Candidate) -> str:
+    """Return what is known of the quality, and where."""
+    quality = one.quality
+    if quality is None or quality.outlook == "not quantized":
+        return "Quality: not quantized."
+    if not quality.figures:
+        return "Quality: nothing is published; evaluate it."
+    figures = "; ".join(figure.text for figure in quality.figures)
+    outlook = {"likely": ", likely within the floor", "uncertain": ", perhaps below the floor"}.get(quality.outlook, "")
+    warnings = "".join(f" Warning: {warning}." for warning in quality.warnings)
+    more = f"; {len(quality.sources) - _SOURCES} more" if len(quality.sources) > _SOURCES else ""
+    listed = f"{'; '.join(quality.sources[:_SOURCES])}{more}"
+    return f"Quality{outlook}: {figures}; from {quality.likeness} ({listed}).{warnings}"
+
+
+def _marks(shown: Sequence[Candidate]) -> str:
+    """Return what the marks in the table mean."""
+    undocumented = f"{_UNDOCUMENTED}: not documented for this device" * any(not one.documented for one in shown)
+    estimated = f"{_ESTIMATED}: Powerband estimated the price; give yours with --price" * any(
+        one.price_estimated for one in shown
+    )
+    return "; ".join(filter(None, (undocumented, estimated)))
 
 
 def _strictest(percentiles: dict[str, Interval]) -> Interval:
@@ -104,10 +150,11 @@ def _best_of_each(found: Plan) -> list[Candidate]:
 def _sentence(found: Plan, one: Candidate) -> str:
     text = f"{one.engine} with {one.scheme} weights on {one.devices} x {one.device}"
     text += f" sustains {format.rate(one.goodput_per_s)} within the SLO"
-    text += f" for {one.usd_per_h:.3g} $/h, {one.usd_per_1m_tokens.value:.3g} $ per 1M tokens"
+    price = f"an estimated {one.usd_per_h:.3g}" if one.price_estimated else f"{one.usd_per_h:.3g}"
+    text += f" for {price} $/h, {one.usd_per_1m_tokens.value:.3g} $ per 1M tokens"
     if found.load_per_s:
-        devices, price = one.replicas * one.devices, one.replicas * one.usd_per_h
-        text += f"; {found.load_per_s:g}/s need {one.replicas} replicas, {devices} devices, {price:.3g} $/h"
+        devices, together = one.replicas * one.devices, one.replicas * one.usd_per_h
+        text += f"; {found.load_per_s:g}/s need {one.replicas} replicas, {devices} devices, {together:.3g} $/h"
     elif one.fleet_per_s and one.fleet_replicas and one.fleet_replicas > 1:
         rate = format.rate(one.fleet_per_s)
         text += f"; all offered {one.device} together: {one.fleet_replicas} replicas, {rate}"
@@ -125,7 +172,8 @@ def _why(found: Plan) -> Iterator[RenderableType]:
             ),
             f"each device has {about_bytes(memory.device)}: {about_bytes(memory.weights)} of weights and "
             f"{about_bytes(memory.kv_cache)} of KV cache, enough for {memory.sequences} requests of mean length; "
-            f"limited by {one.limited_by}. Times: {one.basis}. Price: {one.price_source}.",
+            f"limited by {one.limited_by}. Times: {one.basis}. Price: {one.price_source}. "
+            f"{'; '.join(one.support)}. {_evidence(one)}",
         )
     for rejected in found.rejections:
         yield Text.assemble(

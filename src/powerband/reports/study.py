@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -17,34 +18,46 @@ from powerband.reports.svg import Chart
 
 _STYLES = {
     "feasible": "green",
+    "screened": "cyan",
+    "slower": "dim",
     "too slow": "yellow",
     "below the floor": "bold red",
     "failed": "red",
+    "inconclusive": "magenta",
     "ruled out": "dim",
 }
-_CSS = {"feasible": "good", "too slow": "unsure", "below the floor": "bad", "failed": "bad", "ruled out": "quiet"}
+_CSS = {"feasible": "good", "below the floor": "bad", "failed": "bad", "slower": "quiet", "ruled out": "quiet"}
 _COLOURS = ("first", "second", "third", "fourth")
 
 
-def tables(study: Study, recipe: Recipe) -> Iterator[RenderableType]:
-    """Yield the trials, the ablation, the baselines and the recipe."""
+def tables(study: Study, recipe: Recipe | None) -> Iterator[RenderableType]:
+    """Yield the trials, the ablation, the baselines and the recipe; without a recipe, how near each trial came."""
     yield trials(study.trials, study.defaults)
+    if _splits(study):
+        yield Text("\nbest trial for each number of devices per replica", "bold")
+        yield splits(study)
+    if recipe is None:
+        yield Text("\nlatency over its SLO bound at the lowest load measured", "bold")
+        yield distances(study)
+        yield Text(study.outlook, "dim")
+        return
     if recipe.ablation:
-        yield Text("\nablation: max rate of the recipe over that with one lever at its default", "bold")
+        yield Text(f"\nablation: {_objective(study)} of the recipe over that with one lever at its default", "bold")
         for one in recipe.ablation:
             yield Text(f"  {one.name:44} {_ratio(one)}")
     if recipe.baselines:
-        yield Text("\nbaselines: max rate of the recipe over that with default settings", "bold")
+        yield Text(f"\nbaselines: {_objective(study)} of the recipe over that with default settings", "bold")
     for one in recipe.baselines:
         yield Text(f"  {one.name:44} {_ratio(one)}")
     yield Text.assemble(("\nrecipe: ", "bold"), _sentence(study, recipe))
     yield Text(recipe.summary, "green")
+    if study.outlook:
+        yield Text(study.outlook, "dim")
 
 
 def line(trial: Trial, defaults: Mapping[str, Settings]) -> Text:
     """Return a trial as one line; `defaults` holds each engine's default settings."""
-    rate = f"{format.number(trial.max_rate_per_s)}/s" if trial.max_rate_per_s else ""
-    text = Text.assemble(f"{trial.number:4}  ", (f"{trial.outcome:16}", _STYLES[trial.outcome]), f"{rate:>8}  ")
+    text = Text.assemble(f"{trial.number:4}  ", (f"{trial.outcome:16}", _STYLES[trial.outcome]), f"{_rate(trial):>8}  ")
     return text.append(render_settings(trial.settings, defaults)).append(f"  {trial.reason}", "dim")
 
 
@@ -61,12 +74,67 @@ def trials(found: Sequence[Trial], defaults: Mapping[str, Settings], *, last: in
         table.add_row(
             str(one.number),
             Text(one.outcome, _STYLES[one.outcome]),
-            f"{format.number(one.max_rate_per_s)}/s" if one.max_rate_per_s else "",
+            _rate(one),
             f"{format.number(expected.value)}/s" if expected else "",
             render_settings(one.settings, defaults),
             one.reason[:80],
             style="bold" if one is first else "",
         )
+    return table
+
+
+def _rate(trial: Trial) -> str:
+    """Return the measured max rate, or the estimate after a tilde."""
+    if trial.max_rate_per_s:
+        return f"{format.number(trial.max_rate_per_s)}/s"
+    return f"~{format.number(trial.estimate_per_s.value)}/s" if trial.estimate_per_s else ""
+
+
+def splits(study: Study) -> Table:
+    """Return a table of the best trial for each number of devices, with its price and its cost per request."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for head in _SPLIT_HEADS:
+        table.add_column(head, justify="left" if head == "settings" else "right", overflow="fold")
+    for row in _splits(study):
+        table.add_row(*row)
+    return table
+
+
+_SPLIT_HEADS = ("devices", "$/h", "max rate", "$ per 1M requests", "settings")
+
+
+def _splits(study: Study) -> list[list[str]]:
+    """Return the best trial for each number of devices per replica; empty if all trials used one device."""
+    able = sorted((one for one in study.trials if one.outcome in ("feasible", "screened")), key=lambda one: -one.value)
+    best_of = {one.devices: one for one in reversed(able)}
+    if set(best_of) <= {1}:
+        return []
+    return [
+        [
+            str(count),
+            f"{count * study.usd_per_h:.2f}",
+            _rate(one),
+            f"{1e6 / one.value:.2f}" if one.value else "",
+            render_settings(one.settings, study.defaults),
+        ]
+        for count, one in sorted(best_of.items())
+    ]
+
+
+def _objective(study: Study) -> str:
+    """Return what the ratios of deployments compare."""
+    return "requests per dollar" if _splits(study) else "max rate"
+
+
+def distances(study: Study) -> Table:
+    """Return a table of the trials that missed the SLO or the quality floor, the nearest first."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for head in ("settings", "over the bound", "reason"):
+        table.add_column(head, justify="right" if head == "over the bound" else "left", overflow="fold")
+    for one in sorted(study.trials, key=lambda trial: trial.excess or math.inf):
+        if one.outcome != "ruled out":
+            factor = f"{one.excess:.2f}" if one.excess else ""
+            table.add_row(render_settings(one.settings, study.defaults), factor, f"{one.outcome}: {one.reason}")
     return table
 
 
@@ -92,12 +160,14 @@ def page(study: Study, recipe: Recipe, blocks: Sequence[Mapping[str, Any]]) -> s
     """Return the study as one self-contained page; `blocks` are the entries of validation.jsonl."""
     title = f"Recipe for {study.name}"
     head = f"<header><h1>{escape(title)}</h1><p>{escape(_sentence(study, recipe))}.</p>"
+    head += f"<p>{escape(recipe.devices)} per replica, ${recipe.usd_per_h:.2f} per hour.</p>" if recipe.gpus else ""
     head += f"<p class='banner good'><b>Validated.</b> {escape(recipe.summary)}.</p></header>"
-    charts = [_pareto(study), _ablation(recipe), *_latency_by_rate(study, recipe, blocks)]
+    charts = [_pareto(study), _ablation(study, recipe), *_latency_by_rate(study, recipe, blocks)]
     parts = [
         head,
         f"<section class='charts'>{''.join(charts)}</section>",
-        _baselines(recipe),
+        _baselines(study, recipe),
+        _by_split(study),
         _speculation(study),
         _trials(study),
         _validity(recipe),
@@ -108,6 +178,22 @@ def page(study: Study, recipe: Recipe, blocks: Sequence[Mapping[str, Any]]) -> s
     parts.append(f"<section><h2>Command</h2><pre>{escape(recipe.command)}</pre>")
     parts.append(f"<details><summary>Workload, SLO and quality floor</summary>{documents}</details></section>")
     return html.page(title, "".join(parts))
+
+
+def page_without_recipe(study: Study, reason: str) -> str:
+    """Return the page of a study in which no configuration met the SLO and the quality floor."""
+    title = f"No recipe for {study.name}"
+    head = f"<header><h1>{escape(title)}</h1><p class='banner bad'>{escape(reason)}.</p></header>"
+    rows = [
+        [escape(render_settings(one.settings, study.defaults)), f"{one.excess:.2f}"]
+        for one in sorted(study.trials, key=lambda trial: trial.excess or math.inf)
+        if one.excess
+    ]
+    heads = ["settings", "latency over its SLO bound at the lowest load measured"]
+    near = f"<section><h2>How near each came</h2>{html.table(heads, rows, css='left')}</section>" if rows else ""
+    documents = f"<section><details><summary>Workload and SLO</summary><pre>{escape(study.workload.to_text())}</pre>"
+    documents += f"<pre>{escape(study.slo.to_text())}</pre></details></section>"
+    return html.page(title, "".join((head, near, _trials(study), documents)))
 
 
 def _pareto(study: Study) -> str:
@@ -133,10 +219,19 @@ def _pareto(study: Study) -> str:
     return f"<figure>{chart.render()}</figure>"
 
 
-def _ablation(recipe: Recipe) -> str:
+def _ablation(study: Study, recipe: Recipe) -> str:
     """Chart the max rate of the recipe over that with one lever at its default."""
     shown = [(one.name, one.ratio, _ratio(one)) for one in recipe.ablation]
-    return html.bars("Ablation: max rate over that with one lever at its default", shown) if shown else ""
+    title = f"Ablation: {_objective(study)} over that with one lever at its default"
+    return html.bars(title, shown) if shown else ""
+
+
+def _by_split(study: Study) -> str:
+    """Tabulate the best trial for each number of devices per replica."""
+    rows = [[escape(cell) for cell in row] for row in _splits(study)]
+    table = html.table(list(_SPLIT_HEADS), rows, css="left")
+    note = f"<p>Each device costs ${study.usd_per_h:.2f} per hour. A tilde marks an estimate.</p>"
+    return f"<section><h2>Devices per replica</h2>{table}{note}</section>" if rows else ""
 
 
 def _latency_by_rate(study: Study, recipe: Recipe, blocks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -162,14 +257,14 @@ def _latency_by_rate(study: Study, recipe: Recipe, blocks: Sequence[Mapping[str,
         yield f"<figure>{chart.render()}</figure>"
 
 
-def _baselines(recipe: Recipe) -> str:
+def _baselines(study: Study, recipe: Recipe) -> str:
     def rate(one: BaselineComparison) -> str:
         if one.max_rate_per_s:
             return f"{format.number(one.max_rate_per_s)}/s"
         return "not measured" if one.why else "none"
 
     rows = [[escape(one.name), rate(one), escape(_ratio(one))] for one in recipe.baselines]
-    heads = ["baseline", "max rate within the SLO", "max rate of the recipe over it"]
+    heads = ["baseline", "max rate within the SLO", f"{_objective(study)} of the recipe over it"]
     return (
         f"<section><h2>Compared with default settings</h2>{html.table(heads, rows, css='left')}</section>"
         if rows
@@ -181,12 +276,15 @@ def _trials(study: Study) -> str:
     rows = []
     for one in sorted(study.trials, key=lambda trial: -trial.value):
         expected = f"{format.number(one.expected_per_s.value)}/s" if one.expected_per_s else ""
-        rate = f"{format.number(one.max_rate_per_s)}/s" if one.max_rate_per_s else ""
+        rate = _rate(one)
         settings = escape(render_settings(one.settings, study.defaults))
-        rows.append([str(one.number), f"<b class='{_CSS[one.outcome]}'>{one.outcome}</b>", rate, expected,
+        css = _CSS.get(one.outcome, "unsure")
+        rows.append([str(one.number), f"<b class='{css}'>{one.outcome}</b>", rate, expected,
                      settings, escape(one.reason), f"{one.seconds:.0f} s"])  # fmt: skip
     heads = ["", "outcome", "max rate", "expected", "settings", "reason", "duration"]
-    return f"<section><h2>All trials</h2>{html.table(heads, rows, css='left')}</section>"
+    outlook = f" {escape(study.outlook[:1].upper() + study.outlook[1:])}." if study.outlook else ""
+    note = f"<p>A tilde marks an estimate from a few closed-loop requests.{outlook}</p>"
+    return f"<section><h2>All trials</h2>{html.table(heads, rows, css='left')}{note}</section>"
 
 
 def _speculation(study: Study) -> str:
@@ -207,7 +305,11 @@ def _speculation(study: Study) -> str:
 
 def _validity(recipe: Recipe) -> str:
     rows = [
-        [escape(name.replace("_", " ")), f"{one.low:.3g} to {one.high:.3g}"] for name, one in recipe.validity.items()
+        [
+            escape(name.replace("_", " ")),
+            format.number(one.low) + (f" to {format.number(one.high)}" * (one.low < one.high)),
+        ]
+        for name, one in recipe.validity.items()
     ]
     return f"<section><h2>Validated traffic</h2>{html.table(['property', 'range'], rows, css='left')}</section>"
 

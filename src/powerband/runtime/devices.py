@@ -12,7 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from powerband.core.host import Gpu, Host, NumaNode
+from powerband.core.host import Host, NumaNode
+from powerband.runtime import gpus
 
 # Request AMX tile permission from the kernel and use a tile. It runs in a child process, which an illegal instruction
 # would kill.
@@ -29,52 +30,101 @@ ctypes.CFUNCTYPE(None, ctypes.c_void_p)(start)(ctypes.addressof(tiles))
 
 def this_host() -> Host:
     """Return the part of the machine that this process may use, by its CPU affinity and cgroup limits."""
-    memory = psutil.virtual_memory()
+    total, free = _memory()
     limit, used = _cgroup_memory()
-    available = memory.available if limit is None else min(memory.available, max(limit - used, 0))
+    available = free if limit is None else min(free, max(limit - used, 0))
     flags = cpu_flags()
-    gpus, gpu_problem = _gpus()
+    found, gpu_problem = gpus.visible(system_root())
     return Host(
         system=platform.system(),
         machine=platform.machine(),
         cpu_name=_cpu_name(),
-        cores=_cores(),
+        cores=cores(),
+        core_threads=_core_threads(),
         numa_nodes=_numa_nodes(),
-        memory_bytes=memory.total if limit is None else min(memory.total, limit),
+        memory_bytes=total if limit is None else min(total, limit),
         available_bytes=available,
         memory_limit_bytes=limit,
-        cpu_quota=_cpu_quota(),
+        cpu_quota=cpu_quota(),
         instruction_sets=flags,
         amx_usable="amx_tile" in flags and _amx_works(),
         compiler=next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None),
         nvcc=shutil.which("nvcc"),
-        gpus=gpus,
+        gpus=found,
         gpu_problem=gpu_problem,
     )
 
 
-def _cores() -> tuple[int, ...]:
+def system_root() -> str:
+    """Return the folder whose `proc` and `sys` describe the machine; empty: the machine itself."""
+    return os.environ.get("POWERBAND_SYSTEM_ROOT", "")
+
+
+def _system(path: str) -> Path:
+    return Path(f"{system_root()}{path}")
+
+
+def _memory() -> tuple[int, int]:
+    """Return the total and the available memory."""
+    if not system_root():
+        memory = psutil.virtual_memory()
+        return memory.total, memory.available
+    lines = [line.split() for line in _system("/proc/meminfo").read_text().splitlines()]
+    kib = {words[0].rstrip(":"): int(words[1]) for words in lines}
+    return kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024
+
+
+def _core_list(text: str) -> tuple[int, ...]:
+    """Return the numbers of a list such as 0-3,8."""
+    ranges = [part.partition("-") for part in text.strip().split(",") if part]
+    return tuple(core for low, _, high in ranges for core in range(int(low), int(high or low) + 1))
+
+
+def cores() -> tuple[int, ...]:
+    """Return the CPU cores that this process may run on."""
+    if system_root():
+        return _core_list(_system("/sys/devices/system/cpu/online").read_text())
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
+def _core_threads() -> tuple[tuple[int, ...], ...]:
+    """Return the usable hardware threads of each core."""
+    usable, found = set(cores()), dict[tuple[int, ...], None]()
+    for core in sorted(usable):
+        threads: tuple[int, ...] = (core,)
+        with contextlib.suppress(OSError, ValueError):
+            path = _system(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+            threads = tuple(one for one in _core_list(path.read_text()) if one in usable) or threads
+        found[threads] = None
+    return tuple(found)
+
+
 def _numa_nodes() -> tuple[NumaNode, ...]:
     nodes = []
-    for folder in sorted(Path("/sys/devices/system/node").glob("node[0-9]*")):
+    for folder in sorted(_system("/sys/devices/system/node").glob("node[0-9]*")):
+        own: tuple[int, ...] = ()
         lines = [line.split() for line in (folder / "meminfo").read_text().splitlines()]
         kib = {words[2].rstrip(":"): int(words[3]) for words in lines}
         reclaimable = kib.get("Active(file)", 0) + kib.get("Inactive(file)", 0) + kib.get("SReclaimable", 0)
         available = (kib["MemFree"] + reclaimable) * 1024
+        with contextlib.suppress(OSError, ValueError):
+            own = _core_list((folder / "cpulist").read_text())
         nodes.append(
-            NumaNode(index=int(folder.name[4:]), memory_bytes=kib["MemTotal"] * 1024, available_bytes=available)
+            NumaNode(
+                index=int(folder.name[4:]),
+                cores=own,
+                memory_bytes=kib["MemTotal"] * 1024,
+                available_bytes=available,
+            )
         )
     return tuple(nodes)
 
 
 def _cpuinfo(field: str) -> str:
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in _system("/proc/cpuinfo").read_text().splitlines():
             if line.partition(":")[0].strip() == field:
                 return line.partition(":")[2].strip()
     return ""
@@ -97,9 +147,9 @@ def _cgroup_folders() -> list[Path]:
     """Return the cgroup directories of this process and all their parents, innermost first."""
     folders = []
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+        for line in _system("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            root = Path("/sys/fs/cgroup") / controllers
+            root = _system("/sys/fs/cgroup") / controllers
             here = root / path.lstrip("/")
             folders += [folder for folder in (here, *here.parents) if folder.is_relative_to(root)]
     return folders
@@ -136,7 +186,7 @@ def _reclaimable(folder: Path) -> int:
     return 0
 
 
-def _cpu_quota() -> float | None:
+def cpu_quota() -> float | None:
     """Return the CPU limit of the cgroup, in cores; None: unlimited."""
     quotas = []
     for folder in _cgroup_folders():
@@ -152,43 +202,12 @@ def _cpu_quota() -> float | None:
     return min(quotas, default=None)
 
 
-def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
-    """Return the GPUs from NVML, and a problem with the driver; a machine without a driver has neither."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError_LibraryNotFound:
-        return (), None
-    except pynvml.NVMLError as error:
-        return (), f"NVML cannot connect to the NVIDIA driver: {error}"
-    try:
-        driver = _text(pynvml.nvmlSystemGetDriverVersion())
-        return tuple(_gpu(index, driver) for index in range(pynvml.nvmlDeviceGetCount())), None
-    except pynvml.NVMLError as error:
-        return (), f"NVML failed: {error}"
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _gpu(index: int, driver: str) -> Gpu:
-    import pynvml
-
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    capability = None
-    with contextlib.suppress(pynvml.NVMLError):
-        capability = ".".join(map(str, pynvml.nvmlDeviceGetCudaComputeCapability(handle)))
-    return Gpu(
-        index=index,
-        name=_text(pynvml.nvmlDeviceGetName(handle)),
-        memory_bytes=int(memory.total),
-        free_bytes=int(memory.free),
-        driver=driver,
-        uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
-        compute_capability=capability,
-    )
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+def cgroup_cpu_s() -> float | None:
+    """Return the CPU seconds that all processes of this process's cgroup have used; None: the kernel does not say."""
+    for folder in _cgroup_folders():
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            lines = (folder / "cpu.stat").read_text().splitlines()
+            return int(dict(line.split(" ", 1) for line in lines)["usage_usec"]) / 1e6
+        if (used_ns := _read_number(folder / "cpuacct.usage")) is not None:
+            return used_ns / 1e9
+    return None

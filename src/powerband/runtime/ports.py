@@ -50,6 +50,18 @@ def reserve(host: str, number: int | None = None) -> Port:
     )
 
 
+def resolve(host: str) -> str:
+    """Return the IP address of a host name; an address is returned as it is."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise InputError(
+            f"'{host}' is not an address of this machine: {error.strerror}",
+            hint="give an IP address, such as 127.0.0.1",
+        ) from None
+    return str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])
+
+
 def _try(host: str, number: int) -> Port | None:
     folder = Path(tempfile.gettempdir()) / f"powerband-ports-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -28,8 +28,9 @@ _MARK = "POWERBAND_PROCESS"  # environment variable that all descendants inherit
 class Process:
     """A running command that cannot outlive this process; use it with `async with`."""
 
-    def __init__(self, command: Command, *, log: Path, grace_s: float = 3.0) -> None:
+    def __init__(self, command: Command, *, log: Path, grace_s: float = 3.0, inherited: tuple[int, ...] = ()) -> None:
         self.command, self.log, self.grace_s = command, log, grace_s
+        self.inherited = inherited  # descriptors that the keeper keeps open until the command has ended
         self.pid: int | None = None
         self.exit_code: int | None = None  # negative: the number of the signal that ended it
         self.exited = asyncio.Event()
@@ -44,7 +45,7 @@ class Process:
                 [*argv, str(LOG_MAX_BYTES), *self.command.argv],
                 env={**os.environ, **self.command.env, _MARK: self._mark},
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *self.inherited],
                 start_new_session=True,
             )
         self._reader, self._writer = await asyncio.open_connection(sock=ours)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from powerband.errors import InputError
@@ -21,6 +22,14 @@ def library() -> Any:
     except ImportError:
         raise InputError("Ray is not installed", hint="run: pip install 'powerband[ray]'") from None
     return ray
+
+
+def on_a_gpu_node() -> Any:
+    """Return a scheduling strategy for a node with GPUs, chosen at random, so that the next start can get another."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    nodes = [one["NodeID"] for one in library().nodes() if one["Alive"] and one["Resources"].get("GPU")]
+    return NodeAffinitySchedulingStrategy(random.choice(nodes), soft=True) if nodes else "DEFAULT"
 
 
 def remote_error_message(error: Exception) -> str:

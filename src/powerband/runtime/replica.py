@@ -17,8 +17,9 @@ from typing import Any, Literal, TypeVar
 
 import httpx
 
+from powerband.core.allocation import Allocation
 from powerband.core.deployment import Deployment
-from powerband.core.engine import Command, Failure, FailureKind, Gauges
+from powerband.core.engine import Command, Failure, FailureKind, Gauges, combined
 from powerband.engines.base import Engine
 from powerband.errors import EngineFailed
 from powerband.runtime import installations
@@ -59,6 +60,9 @@ class Replica:
     ready_timeout_s: float = 600.0
     stop_grace_s: float = 3.0
     on_change: Callable[[Replica, str], None] = lambda *_: None
+    allocation: Allocation = field(default_factory=Allocation)
+    inherited: tuple[int, ...] = ()  # descriptors that hold its devices and cores
+    beside: tuple[Replica, ...] = ()  # other replicas of the deployment, which share the load with this one
 
     state: State = "created"
     timings: list[Timing] = field(default_factory=list)
@@ -86,7 +90,12 @@ class Replica:
                 self._enter("starting")
                 if self.log_path.exists():  # do not read phases and failures of an earlier run
                     self.log_path.replace(self.log_path.with_suffix(".log.previous"))
-                self.process = Process(_with_compile_cache(self.command), log=self.log_path, grace_s=self.stop_grace_s)
+                self.process = Process(
+                    _with_compile_cache(self.command),
+                    log=self.log_path,
+                    grace_s=self.stop_grace_s,
+                    inherited=self.inherited,
+                )
                 await self.process.__aenter__()
             await self._while_running(self._become_ready(), timeout_s=self.ready_timeout_s)
         except BaseException as error:
@@ -111,8 +120,32 @@ class Replica:
             self._enter("failed")
             raise self._failure("crashed", "exited while it was serving")
 
+    @property
+    def members(self) -> tuple[Replica, ...]:
+        """Return this replica and those that share the load with it."""
+        return (self, *self.beside)
+
+    def memory_bytes(self) -> int | None:
+        """Return the peak memory of the engines; None if they are not ours."""
+        return sum(one.process.memory_bytes() for one in self.members if one.process) if self.process else None
+
+    def exited(self) -> Process | None:
+        """Return the process of an engine that has exited."""
+        processes = [one.process for one in self.members if one.process]
+        return next((one for one in processes if one.exited.is_set()), None)
+
     async def gauges(self) -> Gauges:
-        """Read the engine's metrics."""
+        """Read the engine's metrics; those of replicas that share the load are combined."""
+        return combined(await asyncio.gather(*(one._own_gauges() for one in self.members)))
+
+    async def responds(self) -> None:
+        """Return when the engines have answered a request for their metrics, however late; raise if they refuse it."""
+        await asyncio.gather(*(one._own_response() for one in self.members))
+
+    async def _own_response(self) -> None:
+        await self._http.get(next(iter(self.engine.gauge_pages), "/v1/models"), timeout=None)
+
+    async def _own_gauges(self) -> Gauges:
         pages = {}
         for path in self.engine.gauge_pages:
             with contextlib.suppress(httpx.HTTPError):

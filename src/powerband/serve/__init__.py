@@ -19,7 +19,7 @@ from powerband.errors import EngineFailed
 from powerband.runtime import ports
 from powerband.serve import envoy
 from powerband.serve.control.respawn import respawn
-from powerband.serve.spec import FleetSpec, ModelSpec, resolve
+from powerband.serve.spec import FleetSpec, ModelSpec, placed, resolve
 from powerband.store import runs
 
 __all__ = ["Fleet", "FleetSpec", "ModelSpec", "fleet", "resolve"]
@@ -42,8 +42,12 @@ class Fleet:
             return {}
         return status
 
-    async def wait_until_ready(self, timeout_s: float) -> None:
-        """Wait until every requested replica is ready and known to the picker; raise EngineFailed otherwise."""
+    async def wait_until_ready(self, timeout_s: float | None = None) -> None:
+        """Wait until every requested replica is ready and known to the picker; raise EngineFailed otherwise.
+
+        By default as long as the slowest replica may take to start.
+        """
+        timeout_s = timeout_s or max(model.start_timeout_s for model in self.spec.models.values())
         wanted = sum(model.replicas for model in self.spec.models.values())
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -81,6 +85,7 @@ async def fleet(
 ) -> AsyncIterator[Fleet]:
     """Run a fleet. The supervisor restarts after a crash; its child processes exit with it."""
     envoy.program()  # report a missing Envoy before anything starts
+    models, host = models if cluster else placed(models), ports.resolve(host)
     folder = folder or runs.new_run("serve")
     with ports.reserve(host, port) as public, ports.reserve("127.0.0.1") as admin:
         spec = FleetSpec(

@@ -4,6 +4,7 @@
  * request is still queued, and Envoy can retry on another replica only before it has seen headers. Chunks are forwarded
  * whole. If the engine closes the connection before the first body bytes, the relay resets the client connection and
  * Envoy retries; after them, it ends an event stream with an error event and a normal end of the response.
+ * SIGUSR1 says that the engine hangs: clients without any body bytes are reset.
  * One thread, one epoll instance.
  */
 #define _GNU_SOURCE
@@ -15,11 +16,13 @@
 #include <errno.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
 #include <sys/epoll.h>
+#include <sys/signalfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -27,6 +30,7 @@
 #define MOST_UNSENT (1 << 20)
 #define MAX_HEAD 65536
 #define MAX_CHUNK (8 << 20)
+#define PAUSE_MS 100
 
 static const char FAREWELL[] =
     "data: {\"error\": {\"message\": \"the replica died while it was answering\", \"type\": \"api_error\", "
@@ -45,11 +49,12 @@ struct Pair {
     size_t head;             /* size of the held-back response headers at the start of `in` */
     long long left;          /* remaining bytes of a body with Content-Length */
     int state, events, begun, dead;
+    Pair *before, *after;    /* in the list of all living pairs */
     Pair *next_dead;
 };
 
 static int poller = -1;
-static Pair *graveyard = NULL;
+static Pair *living = NULL, *graveyard = NULL;
 
 static int grow(Buffer *buffer, const char *data, size_t size) {
     if (buffer->start && buffer->start + buffer->size + size > buffer->room) {
@@ -85,6 +90,9 @@ static void arm(Side *side, uint32_t events) {
 static void bury(Pair *pair, int reset) {
     if (pair->dead) return;
     pair->dead = 1;
+    if (pair->before) pair->before->after = pair->after;
+    else living = pair->after;
+    if (pair->after) pair->after->before = pair->before;
     if (reset && pair->client.fd >= 0) {
         struct linger now = {1, 0};
         setsockopt(pair->client.fd, SOL_SOCKET, SO_LINGER, &now, sizeof now);
@@ -244,15 +252,19 @@ static void from_client(Pair *pair, char *scratch) {
     if (grow(&pair->engine.out, scratch, (size_t)got) || flush(&pair->engine)) bury(pair, 1);
 }
 
-static void welcome(int listener, const struct sockaddr_in *engine) {
+/* Accept the waiting connections; 1: files or memory are short, and the rest has to wait. */
+static int welcome(int listener, const struct sockaddr_in *engine) {
     for (;;) {
         int fd = accept4(listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
-        if (fd < 0) return;
+        if (fd < 0) return errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
         int one = 1, up = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
         Pair *pair = calloc(1, sizeof *pair);
-        if (up < 0 || !pair) { close(fd); if (up >= 0) close(up); free(pair); continue; }
+        if (up < 0 || !pair) { close(fd); if (up >= 0) close(up); free(pair); return 1; }
         setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
         setsockopt(up, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+        pair->after = living;
+        if (living) living->before = pair;
+        living = pair;
         pair->client = (Side){.pair = pair, .fd = fd, .events = EPOLLIN};
         pair->engine = (Side){.pair = pair, .fd = up, .events = EPOLLIN};
         if (connect(up, (const struct sockaddr *)engine, sizeof *engine) && errno != EINPROGRESS) { bury(pair, 1); continue; }
@@ -263,16 +275,44 @@ static void welcome(int listener, const struct sockaddr_in *engine) {
     }
 }
 
+/* The engine hangs: reset the clients that have seen nothing of a response, so that Envoy asks another replica. */
+static void reset_waiting(int signals) {
+    struct signalfd_siginfo received;
+    while (read(signals, &received, sizeof received) == sizeof received) continue;
+    for (Pair *pair = living, *after; pair; pair = after) {
+        after = pair->after;
+        if (!pair->begun) bury(pair, 1);
+    }
+}
+
 static void serve(int listener, const struct sockaddr_in *engine) {
     static char scratch[READ_SIZE];
-    struct epoll_event found[256], event = {.events = EPOLLIN, .data.ptr = NULL};
+    struct epoll_event found[256], event = {.events = EPOLLIN, .data.ptr = NULL}, nothing = {.events = 0, .data.ptr = NULL};
+    static Side hangs; /* stands for the signal */
+    struct epoll_event hung = {.events = EPOLLIN, .data.ptr = &hangs};
+    int paused = 0, signals;
+    sigset_t mask;
+    sigemptyset(&mask);
+    sigaddset(&mask, SIGUSR1);
+    pthread_sigmask(SIG_BLOCK, &mask, NULL);
+    signals = signalfd(-1, &mask, SFD_NONBLOCK | SFD_CLOEXEC);
     poller = epoll_create1(EPOLL_CLOEXEC);
     epoll_ctl(poller, EPOLL_CTL_ADD, listener, &event);
+    epoll_ctl(poller, EPOLL_CTL_ADD, signals, &hung);
     for (;;) {
-        int count = epoll_wait(poller, found, 256, -1);
+        int count = epoll_wait(poller, found, 256, paused ? PAUSE_MS : -1);
+        if (paused) {
+            epoll_ctl(poller, EPOLL_CTL_MOD, listener, &event);
+            paused = 0;
+        }
         for (int i = 0; i < count; i++) {
             Side *side = found[i].data.ptr;
-            if (!side) { welcome(listener, engine); continue; }
+            if (!side) {
+                /* with too few files the listener stays readable: without a pause the loop would spin */
+                if ((paused = welcome(listener, engine))) epoll_ctl(poller, EPOLL_CTL_MOD, listener, &nothing);
+                continue;
+            }
+            if (side == &hangs) { reset_waiting(signals); continue; }
             Pair *pair = side->pair;
             if (pair->dead || side->fd < 0) continue;
             if (found[i].events & EPOLLOUT && flush(side)) { bury(pair, 1); continue; }

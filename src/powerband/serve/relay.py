@@ -5,7 +5,9 @@ It turns an engine crash into a reset that Envoy retries, or into a final error 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
 import signal
 import socket
 import sys
@@ -21,6 +23,12 @@ def compiled() -> bool:
 def command(host: str, port: int, engine_port: int) -> Command:
     """Return the command that starts a relay."""
     return Command(argv=(sys.executable, "-m", "powerband.serve.relay", host, str(port), str(engine_port)))
+
+
+def reset_waiting(pid: int) -> None:
+    """Let a relay reset the requests that have no token yet, so that Envoy sends them to another replica."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR1)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from powerband import engines
+from powerband.core.allocation import Need, NoRoom, allocate, share_of_cores
 from powerband.core.deployment import Deployment
 from powerband.core.fleet import Fleet, Routing, Served, Tenants
 from powerband.core.recipe import Recipe
 from powerband.errors import InputError
-from powerband.launchers import local
+from powerband.launchers import local, recipe_devices
+from powerband.runtime import devices, leases
 from powerband.serve.control.autoscaler import ScalingPolicy
 from powerband.serve.router.pool import RequestProfile
 from powerband.store import documents, runs
@@ -46,6 +49,11 @@ class ModelSpec:
     max_replicas: int | None = None
     warm: int = 0  # standby replicas: started, without traffic
     start_s: float = 10.0
+    start_timeout_s: float = 600.0
+    devices: int = 0  # GPUs of one replica
+    device_free_bytes: int = 0  # on each of them
+    device_free_share: float = 0.0  # of the memory of each
+    over_nodes: bool = False  # one replica spans several machines
     ttft_s: float | None = None  # the SLO's limit
     weights_bytes: int | None = None
     kv_bytes: int | None = None
@@ -126,31 +134,71 @@ class FleetSpec:
         return dataclasses.replace(self, models={**self.models, model.name: model})
 
 
-def resolve(path: Path, *, replicas: int | None = None) -> tuple[dict[str, ModelSpec], str]:
+def resolve(
+    path: Path, *, replicas: int | None = None, report: Callable[[str], None] = lambda _: None
+) -> tuple[dict[str, ModelSpec], str]:
     """Return the models of a fleet file, or of a single recipe or deployment, and the path of the tenants file."""
     document = documents.read(str(path))
     if isinstance(document, Fleet):
         if document.tenants:
             documents.read_as(Tenants, path.parent / document.tenants)  # report an invalid file before anything starts
         tenants = str((path.parent / document.tenants).resolve()) if document.tenants else ""
-        models = {name: _model(name, one, path.parent / one.recipe) for name, one in document.models.items()}
+        models = {name: _model(name, one, path.parent / one.recipe, report) for name, one in document.models.items()}
         return models, tenants
-    served = Served(recipe=str(path), replicas=replicas or 1)
-    model = _model("", served, path)
+    served = Served(recipe=str(path), replicas=replicas)
+    model = _model("", served, path, report)
     return {model.name: model}, ""
 
 
-def _model(name: str, served: Served, path: Path) -> ModelSpec:
+def placed(models: dict[str, ModelSpec]) -> dict[str, ModelSpec]:
+    """Return the models with the cores of this machine divided among their replicas; raise if they do not fit.
+
+    A replica that the autoscaler may start counts for its cores, but not for GPUs: it waits until they are free.
+    """
+    host = devices.this_host()
+    taken = set(leases.held(host))
+    for model in models.values():
+        allowed = model.data.get("placement", {}).get("gpus")
+        need = Need(
+            devices=model.devices,
+            free_bytes=model.device_free_bytes,
+            free_share=model.device_free_share,
+            allowed=allowed,
+        )
+        for number in range(model.replicas + model.warm if model.devices else 0):
+            try:
+                taken.update(allocate(host, need, taken=taken).units)
+            except NoRoom as error:
+                raise InputError(
+                    f"{number} of {model.replicas + model.warm} replicas of {model.name} fit: {error.message}",
+                    hint=f"serve {number} replicas, or free GPUs" if number else error.hint,
+                ) from None
+    on_cores = [one for one in models.values() if _computes_on_cores(one)]
+    share = share_of_cores(host, sum(max(one.replicas, one.max_replicas or 0) + one.warm for one in on_cores))
+    return {name: _with_cores(one, share) if one in on_cores else one for name, one in models.items()}
+
+
+def _computes_on_cores(model: ModelSpec) -> bool:
+    return not model.devices and not model.over_nodes and engines.get(model.data["engine"]).reads_weights
+
+
+def _with_cores(model: ModelSpec, share: int | None) -> ModelSpec:
+    placement = {"cores": share} | model.data.get("placement", {}) if share else model.data.get("placement", {})
+    return dataclasses.replace(model, data={**model.data, "placement": placement})
+
+
+def _model(name: str, served: Served, path: Path, report: Callable[[str], None]) -> ModelSpec:
     document = documents.read(str(path))
     if isinstance(document, Recipe):
         deployment, measured = engines.deployment_of(document.deployment), _measured_fields(document)
+        recipe_devices.require(document, deployment, devices.this_host())
     elif isinstance(document, Deployment):
         deployment, measured = document, {}
     else:
         raise InputError(
             f"{path} is a {document.kind} and cannot be served", hint="give a recipe, a deployment or a fleet"
         )
-    prepared = local.prepare(deployment)
+    prepared = local.prepare(deployment, now=False, report=report)
     if prepared.engine.attaches:
         raise InputError(
             f"{path} attaches to a server that is already running; 'powerband serve' starts its own replicas",
@@ -161,10 +209,10 @@ def _model(name: str, served: Served, path: Path) -> ModelSpec:
     queue_timeout_s = measured.pop("queue_timeout_s", _QUEUE_TIMEOUT_S)
     return ModelSpec(
         name=name or prepared.deployment.served_name,
-        data=prepared.deployment.to_data(),
+        data=_alone(prepared.deployment).to_data(),
         recipe=document.name or path.stem,
         path=str(path.resolve()),
-        replicas=served.replicas,
+        replicas=prepared.deployment.placement.replicas if served.replicas is None else served.replicas,
         in_flight=served.in_flight or min(max_concurrency, in_flight),
         queue_timeout_s=served.queue_timeout_s or queue_timeout_s,
         aliases=served.aliases,
@@ -173,20 +221,31 @@ def _model(name: str, served: Served, path: Path) -> ModelSpec:
         fallback=served.fallback,
         max_replicas=served.max_replicas,
         warm=served.warm,
+        start_timeout_s=prepared.start_timeout_s,
+        devices=prepared.footprint.devices,
+        device_free_bytes=prepared.footprint.gpu_free_bytes,
+        device_free_share=prepared.footprint.gpu_free_share,
+        over_nodes=prepared.footprint.over_nodes,
         weights_bytes=prepared.footprint.weights_bytes,
         kv_bytes=prepared.footprint.kv_bytes,
         **measured,
     )
 
 
+def _alone(deployment: Deployment[Any]) -> Deployment[Any]:
+    """Return the deployment of one replica of those that were measured as one."""
+    return deployment.model_copy(update={"placement": deployment.placement.model_copy(update={"replicas": 1})})
+
+
 def _measured_fields(recipe: Recipe) -> dict[str, Any]:
-    """Return the ModelSpec fields that follow from a recipe's SLO and measurements."""
+    """Return the ModelSpec fields of one replica that follow from a recipe's SLO and measurements."""
+    replicas, in_flight = recipe.replicas, recipe.promise.in_flight
     ttft_limits_s = [limit for metric, _, limit in recipe.promise.slo.bounds() if metric == "ttft"]
     found: dict[str, Any] = {
-        "rate_per_s": recipe.promise.rate_per_s,
-        "usd_per_h": recipe.usd_per_h,
+        "rate_per_s": recipe.promise.rate_per_s / replicas,
+        "usd_per_h": recipe.usd_per_h / replicas,
         "usd_per_1m_tokens": recipe.usd_per_1m_tokens,
-        "in_flight": recipe.promise.in_flight,
+        "in_flight": in_flight and math.ceil(in_flight / replicas),
         "queue_timeout_s": _QUEUE_SHARE_OF_TTFT * min(ttft_limits_s) if ttft_limits_s else _QUEUE_TIMEOUT_S,
         "ttft_s": min(ttft_limits_s, default=None),
     }

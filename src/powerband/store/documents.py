@@ -17,6 +17,7 @@ _CLASSES = {
     "coefficients": ("coefficients", "Coefficients"),
     "device": ("device", "Device"),
     "evaluation": ("evaluation", "Evaluation"),
+    "evidence": ("evidence", "Evidence"),
     "inventory": ("device", "Inventory"),
     "measurement": ("measurement", "Measurement"),
     "plan": ("plan", "Plan"),
@@ -25,8 +26,10 @@ _CLASSES = {
     "fleet": ("fleet", "Fleet"),
     "tenants": ("fleet", "Tenants"),
     "scheme": ("scheme", "Scheme"),
+    "selftest": ("selftest", "Selftest"),
     "slo": ("slo", "SLO"),
     "study": ("study", "Study"),
+    "support": ("support", "Support"),
     "variant": ("variant", "Lineage"),
     "workload": ("workload", "Workload"),
 }

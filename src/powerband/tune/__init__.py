@@ -18,30 +18,27 @@ from powerband.core.model import Model
 from powerband.core.recipe import Recipe
 from powerband.core.slo import SLO
 from powerband.core.statistics import UNBOUNDED, Interval
-from powerband.core.study import ENGINE, Settings, Study, Trial, best, render_settings, typical_trial_s
-from powerband.errors import RequirementNotMet
-from powerband.plan import calibrate, expect
+from powerband.core.study import ENGINE, Settings, Study, Trial, best, render_settings
+from powerband.errors import InvalidMeasurement, PowerbandError, RequirementNotMet
+from powerband.plan import calibrate, expect, predict
 from powerband.plan.predict import Requests
-from powerband.runtime import devices
 from powerband.store import runs
 from powerband.store.journal import Journal
-from powerband.tune import ray_workers, resume, speculation, validation
-from powerband.tune.search import Expected, Search
+from powerband.tune import budget, device_pool, ray_workers, resume, runnable, speculation, validation
+from powerband.tune.device_pool import DevicePool
+from powerband.tune.search import Expected, Search, Step
 from powerband.tune.search_space import WEIGHTS, SearchSpace
 from powerband.tune.spec import TuneSpec, make_runner
 from powerband.tune.trial_runner import RunTrial, TrialRunner
 
 __all__ = ["Progress", "TuneSpec", "expectations", "explore", "tune"]
 
-_SEARCH_SHARE = 0.6  # of the budget at most; the rest is for validation
-_MIN_TRIALS = 4  # before the search stops early to leave time for validation
-
 
 @dataclass
 class Progress:
     """Callbacks that report progress."""
 
-    on_space: Callable[[SearchSpace], None] = lambda _: None
+    on_space: Callable[[SearchSpace, str], None] = lambda *_: None  # with what the budget can find
     on_trial_start: Callable[[int, Settings], None] = lambda *_: None
     on_trials: Callable[[Sequence[Trial]], None] = lambda _: None
     report: Callable[[str], None] = lambda _: None
@@ -51,10 +48,14 @@ class Progress:
 async def tune(
     spec: TuneSpec, *, folder: Path, stopping: threading.Event | None = None, progress: Progress | None = None
 ) -> tuple[Study, Recipe]:
-    """Search, then validate. Results are journaled in the folder, and a study that it holds resumes."""
+    """Search, then validate. Results are journaled in the folder, and a study that it holds resumes.
+
+    If no configuration meets the SLO and the quality floor, the error names the one that came nearest; study.json has
+    all of them.
+    """
     runner, study = await explore(spec, folder=folder, stopping=stopping, progress=progress)
     if study.best is None:
-        raise _nothing_feasible(study, len(runner.space), folder)
+        raise nothing_feasible(study)
     recipe = await validation.validate(runner, study, budget_s=spec.budget_s)
     runs.write_atomic(folder / "recipe.yaml", recipe.to_text())
     return study, recipe
@@ -67,16 +68,23 @@ async def explore(
     progress = progress or Progress()
     runner = make_runner(spec, folder, stopping=stopping, report=progress.report, on_status=progress.on_status)
     resume.check_spec(spec, runner.space, folder)
+    requests = plan.sample_requests(spec.workload, runner.model, base=spec.base)
+    expected = expectations(runner.model, runner.host, runner.space, requests, spec.slo)
+    search = Search(runner.space, expected=expected, devices=runner.devices, seed=spec.seed, usd_per_h=runner.usd_per_h)
+    runner.durations = durations(spec, runner, search)
+    budget.check(runner.durations, spec.budget_s)
+    progress.on_space(runner.space, budget.first_line(runner.durations, spec.budget_s, spec.max_trials))
+    if impossible := runner.space.cannot_run:
+        progress.report(f"{len(impossible)} combinations cannot run here: {next(iter(impossible.values()))}")
     runner.space, speculation_results = await speculation.measure(runner)
     space = runner.space
-    progress.on_space(space)
-    progress.report("predict the max rate of each configuration")
-    requests = plan.sample_requests(spec.workload, runner.model, base=spec.base)
-    expected = expectations(runner.model, devices.this_host(), space, requests, spec.slo)
-    search = Search(space, expected=expected, seed=spec.seed)
-    with ray_workers.workers(spec, runner) if spec.cluster else nullcontext([runner.run_trial]) as workers:
+    if speculation_results:
+        runner.space = space = runnable.narrowed(space, runner.model, runner.host)
+        search = Search(space, expected=expected, devices=runner.devices, seed=spec.seed, usd_per_h=runner.usd_per_h)
+    with ray_workers.workers(spec, runner) if spec.cluster else nullcontext(local_workers(runner)) as workers:
         runner.parallel_trials = len(workers)
-        trials = await _search(spec, runner, search, progress, workers)
+        trials = await search_trials(spec, runner, search, progress, workers)
+    budget.remember(trials)
     study = Study(
         name=f"{runner.model.name}-{spec.workload.name or 'workload'}",
         model=spec.model,
@@ -88,120 +96,194 @@ async def explore(
         levers={engine: {one.name: tuple(one.settings) for one in own} for engine, own in space.by_engine.items()},
         drafts=speculation_results,
         trials=tuple(trials),
+        outlook=outlook(search, trials, runner.durations),
     )
     runs.write_atomic(folder / "study.json", study.to_json())
     return runner, study
 
 
-def _nothing_feasible(study: Study, configurations: int, folder: Path) -> RequirementNotMet:
-    """Return the error of a study without a feasible trial: how many were tried, and the closest one."""
+def local_workers(runner: TrialRunner) -> list[RunTrial]:
+    """Return as many functions that run a trial as trials fit on this machine's devices at the same time."""
+    if (count := runner.durations.side_by_side) > 1:
+        earlier = [Trial.model_validate(entry) for entry in Journal(runner.folder / "trials.jsonl").read()]
+        runner.begin_side_by_side(earlier, DevicePool(device_pool.free_devices(runner.host)), count)
+    return [runner.run_trial] * count
+
+
+def durations(
+    spec: TuneSpec, runner: TrialRunner, search: Search, *, earlier: budget.Earlier | None = None
+) -> budget.Durations:
+    """Return the predicted durations of the study's parts; `earlier` studies are by default those of this machine."""
+    known, found = budget.recall() if earlier is None else earlier, budget.Durations(requests=runner.requests_per_level)
+    best_per_s, default_per_s = [], []
+    for engine in runner.space.by_engine:
+        past = known.get(engine, {})
+        found.starts_s[engine] = past.get("start_s") or budget.start_s(engine, runner.model.weight_bytes)
+
+        def rate(settings: Settings, share: float = past.get("rate_over_plan", budget.UNCALIBRATED)) -> float:
+            predicted = search.expectation(settings)
+            return predicted.value * (1.0 if predicted.low > 0 else share) if predicted else 0.0
+
+        best_per_s.append(max(rate(one) for one in search.candidates if one[ENGINE] == engine))
+        default_per_s.append(rate(runner.space.defaults(engine)))
+    found.best_per_s = max(best_per_s) or found.best_per_s
+    found.default_per_s = max(default_per_s) or found.default_per_s
+    found.gate_s = budget.REFERENCE_S + budget.CHECK_S + max(found.starts_s.values()) if spec.floor else 0.0
+    found.configurations = len(runner.space)
+    if not spec.cluster:
+        found.fewest_devices = found.devices = min(map(search.devices, search.candidates))
+        found.side_by_side = device_pool.side_by_side(runner.host, smallest=found.fewest_devices)
+    return found
+
+
+def nothing_feasible(study: Study) -> PowerbandError:
+    """Return the error of a study without a feasible trial: how many were tried, the nearest, and what would help."""
     tried = [one for one in study.trials if one.outcome != "ruled out"]
-    slow = [one for one in tried if one.outcome == "too slow"]
-    closest = max(slow, key=lambda one: one.value, default=None)
     wanted = "the SLO and the quality floor" if study.quality else "the SLO"
-    message = f"no configuration met {wanted}: {len(tried)} of {configurations} were tried"
-    if closest:
-        message += f". Closest: {render_settings(closest.settings, study.defaults)}, {closest.reason}"
-    engines_tried = {one.settings[ENGINE] for one in study.trials}
-    if untried := [engine for engine in study.levers if engine not in engines_tried]:
-        return RequirementNotMet(
-            message, hint=f"{' and '.join(untried)} not tried; rerun with --resume and a larger --budget"
+    message = f"no configuration met {wanted}: {len(tried)} of {study.configurations} were tried"
+    if tried and all(one.outcome == "inconclusive" for one in tried):
+        return InvalidMeasurement(
+            f"no configuration could be measured: {tried[0].reason}",
+            hint="stop other work on this machine, then rerun with --resume",
         )
-    return RequirementNotMet(message, hint=f"the reason of each trial is in {folder / 'study.json'}")
+    if not (nearest := study.nearest):
+        return RequirementNotMet(message, hint="read the reason of each trial above, or in study.json")
+    message += f". Nearest: {render_settings(nearest.settings, study.defaults)}, {nearest.reason}"
+    if nearest.outcome == "below the floor":
+        return RequirementNotMet(message, hint="allow more schemes with --scheme, or choose a lower --quality floor")
+    factor = f"{nearest.excess:.2g} times as " if nearest.excess and nearest.excess > 1 else ""
+    hint = f"choose bounds {factor}long, a machine {factor}fast, or a smaller model"
+    return RequirementNotMet(message, hint=hint if factor else "choose longer bounds, or a smaller model")
 
 
-async def _search(
+def outlook(search: Search, trials: Sequence[Trial], took: budget.Durations) -> str:
+    """Return what another hour of search can find."""
+    leader = best(trials)
+    left = search.remaining(trials)
+    able = [(one, rate) for one, rate in left if leader is None or times(search, one, rate.high, leader) > 1]
+    if not able:
+        return "another hour would find nothing better: no configuration that was not tried can beat the best trial"
+    looks = min(len(able), int(3600 / max(1.0, took.screen())))
+    first, rate = able[0]
+    gain = f", up to {times(search, first, rate.high, leader):.2g} times the requests per dollar" if leader else ""
+    if rate.high >= UNBOUNDED:
+        gain = ""
+    return (
+        f"another hour would look at {looks} more of {len(able)} configurations that could win{gain}; "
+        f"first {render_settings(first, search.space.all_defaults)}"
+    )
+
+
+def times(search: Search, settings: Settings, rate_per_s: float, leader: Trial) -> float:
+    """Return the requests per dollar at a rate over those of the best trial."""
+    rate_of_leader = leader.max_rate_per_s or UNBOUNDED
+    return rate_per_s / search.devices(settings) / (rate_of_leader / leader.devices)
+
+
+async def search_trials(
     spec: TuneSpec, runner: TrialRunner, search: Search, progress: Progress, workers: Sequence[RunTrial]
 ) -> list[Trial]:
     """Run trials until the time is spent, one at a time on each worker; trials in the journal count."""
     journal = Journal(runner.folder / "trials.jsonl")
-    trials = [Trial.model_validate(entry) for entry in journal.read()]
-    for trial in trials:
+    trials: dict[int, Trial] = {}
+    for entry in journal.read():  # a trial that climbs after its screen has two entries
+        trial = Trial.model_validate(entry)
+        trials[trial.number] = trial
         runner.remember_quality(trial)
-    free, running = list(workers), dict[asyncio.Task[Trial | None], tuple[RunTrial, Trial]]()
+    free, running = list(workers), dict[asyncio.Task[Trial | None], tuple[RunTrial, Step]]()
+
+    def done() -> list[Trial]:
+        """Return the trials in the order of their last change."""
+        return list(trials.values())
 
     def add(trial: Trial) -> None:
         runner.remember_quality(trial)
-        trials.append(trial)
+        trials.pop(trial.number, None)
+        trials[trial.number] = trial
         journal.add(trial.model_dump(mode="json", exclude_defaults=True))
-        progress.on_trials(trials)
+        runner.durations.learn(done(), list(runner.space.all_defaults.values()))
+        progress.on_trials(done())
 
     def start_next() -> bool:
-        """Start the next trial, or rule it out; return whether there was one."""
-        pending = [trial for _, trial in running.values()]
-        started = len(pending) + sum(one.outcome != "ruled out" for one in trials)
-        max_trials = spec.max_trials or len(search.candidates)
-        if runner.stopping.is_set() or started >= max_trials or _time_is_spent(spec, runner, trials):
+        """Start the next trial; return whether there was one."""
+        # While it runs a trial has no value, and no other worker gets the same settings.
+        pending = {one.number: Trial(number=one.number, settings=one.settings, outcome="ruled out")
+                   for _, one in running.values()}  # fmt: skip
+        seen = [*(one for one in done() if one.number not in pending), *pending.values()]
+        step = None if runner.stopping.is_set() else _next_step(spec, runner, search, done(), seen)
+        if step is None:
             return False
-        if (settings := search.next([*trials, *pending])) is None:
-            return False
-        expected = search.expectation(settings)
-        number = 1 + max((one.number for one in (*trials, *pending)), default=0)
-        # Defaults are the baseline, so their climb does not stop at the rate of a better trial.
-        incumbent = best(trials) if runner.space.non_default(settings) else None
-        # While it runs it counts as a trial without value, so that no other worker gets the same settings.
-        placeholder = Trial(number=number, settings=settings, outcome="ruled out", expected_per_s=expected)
-        if expected and incumbent and incumbent.max_rate_per_s and expected.high < incumbent.max_rate_per_s:
-            reason = (
-                f"predicted max rate <= {expected.high:.3g} req/s; the best so far is {incumbent.max_rate_per_s:.3g}"
-            )
-            add(placeholder.model_copy(update={"reason": reason}))
-            return True
-        progress.on_trial_start(number, settings)
+        progress.on_trial_start(step.number, step.settings)
         worker = free.pop()
-        task = asyncio.ensure_future(worker(number, settings, expected=expected, best=incumbent))
-        running[task] = worker, placeholder
+        running[asyncio.ensure_future(worker(step))] = worker, step
         return True
 
-    progress.on_trials(trials)
+    progress.on_trials(done())
     try:
         while True:
             while free and start_next():
                 pass
             if not running:
-                return trials
+                return sorted(done(), key=lambda one: one.number)
             for task in (await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED))[0]:
-                worker, placeholder = running.pop(task)
+                worker, step = running.pop(task)
                 if found := task.result():
                     add(found)
                     free.append(worker)
                 else:
-                    progress.report(f"trial {placeholder.number} was lost: its Ray node is gone")
+                    progress.report(f"trial {step.number} was lost: its Ray node is gone")
     finally:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
 
-def _time_is_spent(spec: TuneSpec, runner: TrialRunner, trials: Sequence[Trial]) -> bool:
-    """Return whether the rest of the budget is needed for validation."""
-    elapsed_s = runner.elapsed_s(trials)
-    if elapsed_s > _SEARCH_SHARE * spec.budget_s:
-        return True
-    validation_s = validation.min_duration_s(typical_trial_s(trials))
-    return len(trials) >= _MIN_TRIALS and elapsed_s + validation_s > spec.budget_s
+def _next_step(
+    spec: TuneSpec, runner: TrialRunner, search: Search, trials: Sequence[Trial], seen: Sequence[Trial]
+) -> Step | None:
+    """Return the next step that the budget and the maximum number of trials allow.
+
+    The engines' defaults are always looked at, and a study goes on until a trial is feasible. Screens of new settings
+    leave time for the climbs, and climbs leave time for the validation.
+    """
+    took, ruled_out = runner.durations, {one.number for one in trials if one.outcome == "ruled out"}
+    looked = sum(one.number not in ruled_out for one in seen)  # with those that run now
+    elapsed_s, ends_s = runner.elapsed_s(trials), took.search_ends(spec.budget_s)
+    climb_s = took.start_s + took.climb()
+    room = looked < (spec.max_trials or len(runner.space))
+    step = search.next(seen, screen=room and elapsed_s + took.screen() + climb_s <= ends_s)
+    if step is None or not runner.space.non_default(step.settings):
+        return step
+    late = elapsed_s + climb_s > ends_s if best(trials) else elapsed_s > spec.budget_s
+    return None if late else step
 
 
 def expectations(model: Model, host: Host, space: SearchSpace, requests: Requests, slo: SLO) -> Expected:
-    """Return the plan's prediction of the max rate; without a calibration it ranks settings but has no bounds."""
+    """Return the plan's prediction of the max rate; without a calibration it ranks settings but has no bounds.
+
+    A simulation takes time, so there is one for each engine, scheme, split and chunk size; the fluid estimates of
+    settings that share these give the ratios of their rates.
+    """
     known = calibrate.saved()
-    cached: dict[tuple[str, ...], Interval | None] = {}
+    simulated: dict[tuple[object, ...], tuple[Interval, float]] = {}
 
     def expected(settings: Settings) -> Interval | None:
         engine = engines.get(settings[ENGINE])
         if engine.scheduling is None:
             return None
-        data = {"variant": {"source": model.source}, "engine": engine.name, "config": space.config(settings)}
-        deployment = engines.deployment_of(data)
-        choice = engine.settings_of(deployment, model=model, host=host)
-        alike = choice.model_copy(update={"scheme": settings[WEIGHTS], "drafted": 0}).model_dump_json()
-        key = (engine.name, alike)
-        if key not in cached:
-            on = expect.server_for(deployment, model=model, host=host, known=known, scheme=settings[WEIGHTS])
-            found = expect.max_rate(on, requests, slo) if on else None
-            calibrated = on is not None and bool(on.times.coefficients.devices)
-            cached[key] = found if calibrated or found is None else Interval(found.value, 0.0, UNBOUNDED)
-        return cached[key]
+        deployment, scheme = engines.deployment_of(space.document(settings, model.source)), settings[WEIGHTS]
+        server = expect.server_for(deployment, model=model, host=host, known=known, scheme=scheme)
+        if server is None:
+            return None
+        fluid_per_s = predict.fluid_estimate(server, requests.lengths, slo).rate_per_s
+        steps, chunk = server.times.steps, server.limits.batched_tokens
+        alike = (engine.name, scheme, steps.split, chunk, server.times.device.bandwidth, server.times.factors)
+        if alike not in simulated:
+            simulated[alike] = expect.max_rate(server, requests, slo), fluid_per_s
+        found, of_fluid_per_s = simulated[alike]
+        ratio, calibrated = fluid_per_s / of_fluid_per_s, server.times.coefficients.devices
+        low, high = (found.low * ratio, found.high * ratio) if calibrated else (0.0, UNBOUNDED)
+        return Interval(found.value * ratio, low, high)
 
     return expected
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from powerband.core.statistics import Interval
-from powerband.core.study import Settings, Trial
+from powerband.core.study import Trial
 from powerband.errors import InputError
 from powerband.runtime import ray_cluster
+from powerband.tune.search import Step
 from powerband.tune.search_space import SearchSpace
 from powerband.tune.spec import TuneSpec, make_runner
 from powerband.tune.trial_runner import RunTrial, TrialRunner
@@ -27,11 +27,9 @@ class TrialWorker:
         self._runner = make_runner(spec, folder)
         self._runner.space = space  # reduced by the driver's speculation results
 
-    async def run_trial(
-        self, number: int, settings: Settings, expected: Interval | None, best: Trial | None
-    ) -> tuple[Trial, str]:
+    async def run_trial(self, step: Step) -> tuple[Trial, str]:
         """Run one trial on this node; return it and the text of its measurement."""
-        trial = await self._runner.run_trial(number, settings, expected=expected, best=best)
+        trial = await self._runner.run_trial(step)
         self._runner.remember_quality(trial)
         path = self._runner.folder / trial.evidence / "measurement.json"
         return trial, path.read_text() if path.exists() else ""
@@ -60,11 +58,9 @@ def workers(spec: TuneSpec, runner: TrialRunner) -> Iterator[list[RunTrial]]:
 
 
 def _run_on(ray: Any, actor: Any, folder: Path) -> RunTrial:
-    async def run_trial(
-        number: int, settings: Settings, *, expected: Interval | None, best: Trial | None
-    ) -> Trial | None:
+    async def run_trial(step: Step) -> Trial | None:
         try:
-            trial, measurement = await actor.run_trial.remote(number, settings, expected, best)
+            trial, measurement = await actor.run_trial.remote(step)
         except ray.exceptions.RayError:  # the node is gone
             return None
         if measurement:

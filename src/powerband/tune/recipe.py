@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import powerband
 from powerband.core.measurement import Level
@@ -55,14 +56,12 @@ def build_recipe(
         prompts.prepare(
             runner.workload.with_seed(seed).at_rate(rate),
             _SAMPLED_REQUESTS,
-            vocabulary=tokens.vocabulary(runner.model.source),
+            vocabulary=tokens.vocabulary(model_files.location(runner.model.source)),
             base=runner.base,
         )
         for seed in level.seeds
     ]
-    per_request = statistics.fmean(
-        (sum(one.prompt_tokens) + sum(one.output_tokens) / one.turns) / len(one) for one in traffic
-    )
+    per_request = statistics.fmean(prompt + output for one in traffic for _, prompt, output in one.requests())
     command = prepared.command(_PORT)
     return Recipe(
         name=study.name,
@@ -70,7 +69,7 @@ def build_recipe(
         model=model_files.absolute_source(runner.model.source),
         model_digest=model_files.digest(runner.model.source),
         scheme=settings.get(WEIGHTS, ""),
-        weights_digest=model_files.digest(prepared.deployment.variant.source),
+        weights_digest=model_files.digest(prepared.deployment.variant.full_source),
         engine_version=prepared.installation.version,
         deployment=prepared.deployment.to_data(units=True),
         reference=runner.reference_data(),
@@ -87,8 +86,9 @@ def build_recipe(
         ),
         workload=_pinned(runner.workload, runner.base),
         validity=_validity(traffic, rate),
-        usd_per_h=runner.usd_per_h,
-        usd_per_1m_tokens=runner.usd_per_h / 3600 / rate / per_request * 1e6,
+        **replica_devices(prepared),
+        usd_per_h=runner.usd_per_h * prepared.devices,
+        usd_per_1m_tokens=runner.usd_per_h * prepared.devices / 3600 / rate / per_request * 1e6,
         baselines=baselines,
         ablation=ablation,
         command=local.shell_line(command) if command else "",
@@ -100,6 +100,17 @@ def build_recipe(
             "machine": prepared.host.described(),
         },
     )
+
+
+def replica_devices(prepared: Prepared) -> dict[str, Any]:
+    """Return the number of GPUs of a replica, and the vendor and name of the devices that it runs on."""
+    count, host = prepared.footprint.gpu_ways * prepared.footprint.copies, prepared.host
+    need = prepared.need
+    able = [gpu for gpu in host.gpus if need.allowed is None or gpu.index in need.allowed] if count else []
+    large = [gpu for gpu in able if need.free_bytes <= (need.free_share or 1.0) * gpu.memory_bytes]
+    if usable := large or able:
+        return {"gpus": count, "device_vendor": usable[0].vendor, "device_name": usable[0].name}
+    return {"gpus": count} if count else {"device_name": host.cpu_name}
 
 
 def _pinned(workload: Workload, base: Path | None) -> Workload:
@@ -114,7 +125,7 @@ def _pinned(workload: Workload, base: Path | None) -> Workload:
 
 def _validity(traffic: list[Traffic], rate: float) -> dict[str, Range]:
     """Return the range of each traffic property during validation."""
-    prompt = sorted(tokens for one in traffic for tokens in one.prompt_tokens)
+    prompt = sorted(tokens for one in traffic for _, tokens, _ in one.requests())
     output = sorted(tokens for one in traffic for tokens in one.output_tokens)
     shares = [one.prefix_share for one in traffic]
     bursts = [_burstiness(list(one.due_s)) for one in traffic]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import powerband.plan as plan
 from powerband import engines
 from powerband.bench.level_controller import LevelStatus
+from powerband.core.engine import Installation
+from powerband.core.host import Host
 from powerband.core.model import Model
 from powerband.core.quality import QualityFloor
 from powerband.core.slo import SLO
@@ -18,12 +21,14 @@ from powerband.core.workload import Workload
 from powerband.errors import EngineMissing, InputError
 from powerband.evaluate.probes import MIN_CONTEXT_TOKENS
 from powerband.evaluate.tasks import Task
-from powerband.runtime import devices, installations, model_files
-from powerband.tune import speculation
+from powerband.load import prompts
+from powerband.runtime import devices, hub, installations, model_files
+from powerband.tune import runnable, speculation
+from powerband.tune.load_runner import Report
 from powerband.tune.search_space import search_space
-from powerband.tune.trial_runner import Report, TrialRunner
+from powerband.tune.trial_runner import TrialRunner
 
-_LEVEL_BUDGET = 0.1  # share of the budget that one load level may take
+_LEVEL_BUDGET = 0.2  # share of the budget that one load level may take
 
 
 @dataclass(frozen=True)
@@ -55,41 +60,51 @@ def make_runner(
     on_status: Callable[[LevelStatus], None] = lambda _: None,
 ) -> TrialRunner:
     """Return the runner of trials on this machine."""
+    host, needs_weights = devices.this_host(), not spec.engines or engines.get(spec.engines[0]).reads_weights
+    model = model_files.inspect(hub.local(spec.model, report=report)) if needs_weights else Model(source=spec.model)
+    return TrialRunner(
+        **shared_fields(spec, model, host, wanted=_engines(spec, model), find=installations.find),
+        folder=folder,
+        base=spec.base,
+        tasks=dict(spec.tasks),
+        stopping=stopping or threading.Event(),
+        report=report,
+        on_status=on_status,
+    )
+
+
+def shared_fields(
+    spec: TuneSpec, model: Model, host: Host, *, wanted: Sequence[str], find: Callable[[str], Installation]
+) -> dict[str, Any]:
+    """Return the fields of a runner of trials that a rehearsal has as well."""
     highest = spec.slo.highest_percentile
     if spec.requests is not None and spec.requests < (min_requests := min_samples(highest)):
         raise InputError(
             f"p{highest * 100:g} of the SLO needs at least {min_requests} requests; --requests is {spec.requests}",
             hint=f"give --requests {min_requests} or more, or omit it",
         )
-    host, needs_weights = devices.this_host(), not spec.engines or engines.get(spec.engines[0]).reads_weights
-    model = model_files.inspect(spec.model) if needs_weights else Model(source=spec.model)
-    longest = plan.sample_requests(spec.workload, model, base=spec.base).lengths.max_tokens
+    requests = plan.sample_requests(spec.workload, model, base=spec.base)
+    longest = requests.lengths.max_tokens
     space = search_space(
         model,
         host,
-        context=max(
-            longest, MIN_CONTEXT_TOKENS if spec.floor else 0
-        ),  # the long probes of the quality check must fit too
-        wanted=_engines(spec, model),
+        context=max(longest, MIN_CONTEXT_TOKENS if spec.floor else 0),  # the quality check's long probes must fit too
+        wanted=wanted,
         schemes=spec.schemes,
         drafts=speculation.measurable(spec.workload),
     )
-    return TrialRunner(
-        model=model,
-        workload=spec.workload,
-        slo=spec.slo,
-        floor=spec.floor,
-        space=space,
-        folder=folder,
-        usd_per_h=spec.usd_per_h or plan.this_machine(host)[0].price.usd_per_h,
-        base=spec.base,
-        requests=spec.requests,
-        max_level_s=_LEVEL_BUDGET * spec.budget_s,
-        tasks=dict(spec.tasks),
-        stopping=stopping or threading.Event(),
-        report=report,
-        on_status=on_status,
-    )
+    return {
+        "model": model,
+        "workload": spec.workload,
+        "slo": spec.slo,
+        "floor": spec.floor,
+        "space": runnable.narrowed(space, model, host, find=find),
+        "host": host,
+        "usd_per_h": spec.usd_per_h or plan.this_machine(host)[0].price.usd_per_h,
+        "requests": spec.requests,
+        "max_level_s": _LEVEL_BUDGET * spec.budget_s,
+        "traffic_tokens": prompts.long_tokens(zip(requests.prompts, requests.outputs, strict=True)),
+    }
 
 
 def _engines(spec: TuneSpec, model: Model) -> list[str]:

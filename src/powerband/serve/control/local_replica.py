@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from powerband import engines
-from powerband.errors import InputError
+from powerband.errors import EngineFailed, InputError
 from powerband.launchers import local
 from powerband.runtime import ports
 from powerband.runtime.ports import Port
@@ -29,24 +29,36 @@ class RunningReplica:
     pid: int | None
     wait_ended: Callable[[], Awaitable[None]]  # returns, or raises the cause, when the replica ends
     gauges: Callable[[], Awaitable[dict[str, float]]]  # the engine's own metrics
+    responds: Callable[[], Awaitable[None]]  # returns when the engine has answered, however late
+    reset_waiting: Callable[[], None]  # sends the requests without a token to other replicas
+    gpus: tuple[int, ...] = ()  # indices on the replica's machine
 
 
 @contextlib.asynccontextmanager
 async def run_replica(
-    data: dict[str, Any], directory: Path, *, host: str = "127.0.0.1", port: int | None = None
+    data: dict[str, Any],
+    directory: Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    on_placed: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[RunningReplica]:
-    """Start a replica of a deployment, and yield it once it is ready; on the given port if that is free."""
+    """Start a replica of a deployment, and yield it once it is ready; on the given port if that is free.
+
+    `on_placed` is called when the replica has its devices.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     prepared = await asyncio.to_thread(local.prepare, engines.deployment_of(data))
     async with contextlib.AsyncExitStack() as stack:
-        replica = await stack.enter_async_context(local.launch(prepared, directory=directory))
+        launching = local.launch(prepared, directory=directory, on_change=lambda *_: on_placed())
+        replica = await stack.enter_async_context(launching)
         listen_port, relay_process = replica.port, None
         assert listen_port is not None
         if relay.compiled():
             reserved = stack.enter_context(_reserve(host, port))
             command = relay.command(host, reserved.number, listen_port)
             relay_process = await stack.enter_async_context(Process(command, log=directory / "relay.log"))
-            await _wait_listening(host, reserved.number)
+            await _wait_listening(host, reserved.number, relay_process)
             listen_port = reserved.number
 
         async def wait_ended() -> None:
@@ -55,8 +67,15 @@ async def run_replica(
         async def gauges() -> dict[str, float]:
             return (await replica.gauges()).model_dump(exclude_none=True)
 
+        def reset_waiting() -> None:
+            if relay_process and relay_process.pid:
+                relay.reset_waiting(relay_process.pid)
+
         pid = replica.process.pid if replica.process else None
-        yield RunningReplica(f"{host}:{listen_port}", replica.url, pid, wait_ended, gauges)
+        gpus = tuple(gpu.index for gpu in replica.allocation.gpus)
+        yield RunningReplica(
+            f"{host}:{listen_port}", replica.url, pid, wait_ended, gauges, replica.responds, reset_waiting, gpus
+        )
         await asyncio.sleep(_RELAY_FLUSH_S)
 
 
@@ -67,9 +86,9 @@ def _reserve(host: str, number: int | None) -> Port:
     return ports.reserve(host)
 
 
-async def _wait_listening(host: str, port: int) -> None:
-    """Return once the port accepts connections."""
-    while True:
+async def _wait_listening(host: str, port: int, relay_process: Process) -> None:
+    """Return once the relay accepts connections; raise if it ended because it cannot."""
+    while not relay_process.exited.is_set():
         try:
             _, writer = await asyncio.open_connection(host, port)
         except OSError:
@@ -77,6 +96,11 @@ async def _wait_listening(host: str, port: int) -> None:
         else:
             writer.close()
             return
+    raise EngineFailed(
+        f"the relay in front of the engine cannot listen on {host}:{port}",
+        hint="stop the program that uses this port; the fleet tries again",
+        failure="exited",
+    )
 
 
 async def _wait_first(awaitables: list[Any]) -> None:

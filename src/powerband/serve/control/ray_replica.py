@@ -1,11 +1,15 @@
 """Run one replica on a node of a Ray cluster: one actor per replica, scheduled by its resource needs.
 
+Ray chooses the node and the GPUs: it sets CUDA_VISIBLE_DEVICES of the actor, whose replica then chooses among these. A
+deployment that spans nodes gets its GPUs from the engine's own Ray executor, which needs one of them on its own node.
+
 Ray restarts nothing here: the supervisor detects that an engine, an actor or a node died, and creates a new actor.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,17 +18,25 @@ from powerband.errors import EngineFailed
 from powerband.runtime import ray_cluster
 from powerband.serve.control import local_replica
 
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
 
 class ReplicaActor:
     """Ray actor that runs one replica; the replica's processes end with the actor."""
 
-    async def run(self, data: dict[str, Any], directory: str) -> dict[str, Any]:
-        """Start a replica on this node, and return its address, engine URL and pid once it is ready."""
+    async def run(self, data: dict[str, Any], directory: str, over_nodes: bool) -> dict[str, Any]:
+        """Start a replica on this node, and return its address, engine URL, pid and GPUs once it is ready."""
+        ray = ray_cluster.library()
+        if over_nodes:  # Ray hides all GPUs from an actor without GPUs
+            for name in _VISIBLE:
+                os.environ.pop(name, None)
+            os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # for the engine's Ray executor
         self._stack = contextlib.AsyncExitStack()
-        host = ray_cluster.library().util.get_node_ip_address()
+        host = ray.util.get_node_ip_address()
         replica = await self._stack.enter_async_context(local_replica.run_replica(data, Path(directory), host=host))
         self._replica = replica
-        return {"address": replica.address, "engine_url": replica.engine_url, "pid": replica.pid}
+        about = ("address", "engine_url", "pid", "gpus")
+        return {name: getattr(replica, name) for name in about}
 
     async def wait_ended(self) -> None:
         """Return when the replica ends."""
@@ -34,20 +46,33 @@ class ReplicaActor:
         """Return the engine's own metrics."""
         return await self._replica.gauges()
 
+    async def responds(self) -> None:
+        """Return when the engine has answered, however late."""
+        await self._replica.responds()
+
+    async def reset_waiting(self) -> None:
+        """Send the requests without a token to other replicas."""
+        self._replica.reset_waiting()
+
     async def stop(self) -> None:
         """Stop the replica."""
         await self._stack.aclose()
 
 
 @contextlib.asynccontextmanager
-async def run_replica(data: dict[str, Any], directory: Path) -> AsyncIterator[local_replica.RunningReplica]:
+async def run_replica(
+    data: dict[str, Any], directory: Path, *, gpus: int = 0, over_nodes: bool = False
+) -> AsyncIterator[local_replica.RunningReplica]:
     """Start a replica on a node with enough free resources, and yield it once it is ready."""
     ray = ray_cluster.library()
-    gpus = len(data.get("placement", {}).get("gpus") or ())
-    actor = ray.remote(ReplicaActor).options(num_cpus=1, num_gpus=gpus, max_restarts=0, max_concurrency=8).remote()
+    if "gpus" in data.get("placement", {}):  # indices of one machine
+        data = data | {"placement": {key: value for key, value in data["placement"].items() if key != "gpus"}}
+    where = ray_cluster.on_a_gpu_node() if over_nodes else "DEFAULT"
+    options = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0, "max_concurrency": 8, "scheduling_strategy": where}
+    actor = ray.remote(ReplicaActor).options(**options).remote()
     try:
         try:
-            started = await actor.run.remote(data, str(directory))
+            started = await actor.run.remote(data, str(directory), over_nodes)
         except ray.exceptions.RayError as error:
             raise EngineFailed(
                 ray_cluster.remote_error_message(error), hint="check the nodes with 'ray status'", failure="crashed"
@@ -63,9 +88,16 @@ async def run_replica(data: dict[str, Any], directory: Path) -> AsyncIterator[lo
             values: dict[str, float] = await actor.gauges.remote()
             return values
 
+        async def responds() -> None:
+            await actor.responds.remote()
+
+        def reset_waiting() -> None:
+            actor.reset_waiting.remote()
+
         yield local_replica.RunningReplica(
-            started["address"], started["engine_url"], started["pid"], wait_ended, gauges
-        )
+            started["address"], started["engine_url"], started["pid"], wait_ended, gauges, responds, reset_waiting,
+            started["gpus"],
+        )  # fmt: skip
         with contextlib.suppress(ray.exceptions.RayError):
             await actor.stop.remote()
     finally:

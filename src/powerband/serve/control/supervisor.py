@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -28,13 +29,17 @@ from powerband.errors import PowerbandError
 from powerband.runtime import ray_cluster
 from powerband.serve import envoy
 from powerband.serve.control.autoscaler import Autoscaler, FleetSnapshot
+from powerband.serve.control.picker_link import PickerLink
 from powerband.serve.control.replica_slot import ReplicaSlot
 from powerband.serve.control.respawn import respawn
 from powerband.serve.spec import FleetSpec, ModelSpec
 from powerband.store import runs
 
 _TICK_S, _ENVOY_RELOAD_TIMEOUT_S = 0.25, 5.0
+_FREE_AFTER_S = 3.0  # until a driver reports the memory of an ended process as free
 _DRAIN_TIMEOUT_S, _GAUGES_INTERVAL_S = 600.0, 2.0
+_RETRY_WRITE_S = 1.0
+_MIN_OPEN_FILES = 65_536
 
 
 class Supervisor:
@@ -44,10 +49,10 @@ class Supervisor:
         self.folder = folder
         self.spec = FleetSpec.read(folder)
         self.slots: dict[str, ReplicaSlot] = {}
-        self.summary: dict[str, Any] = {}  # the picker's last report
+        self.picker = PickerLink(folder / "control.sock", on_connect=self._on_picker_connected)
+        self.problem = ""  # of the disk
         self.stopping = asyncio.Event()
         self.changed = asyncio.Event()
-        self._picker: asyncio.StreamWriter | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_numbers = dict.fromkeys(self.spec.models, 0)
         self._autoscalers = {
@@ -57,6 +62,8 @@ class Supervisor:
         }
         self._reachable: set[str] = set()  # addresses that Envoy knows
         self._canaries: dict[str, tuple[ModelSpec, float]] = {}  # by model: the canary's spec and its weight
+        self._freed_at = 0.0  # when a retired replica freed its devices
+        self._promoted: dict[str, ModelSpec] = {}  # by model: the spec whose replicas replace all others
 
     async def run(self) -> None:
         """Serve until `stopping` is set; then finish the running requests, and stop everything."""
@@ -68,7 +75,7 @@ class Supervisor:
                 self._add(name, model_spec)
             self._reconcile(name, model_spec.replicas)
         helpers = [
-            asyncio.create_task(self._respawn("picker", self._picker_command(), self._exchange_with_picker)),
+            asyncio.create_task(self._respawn("picker", self._picker_command(), self.picker.run)),
             asyncio.create_task(self._respawn("envoy", self._envoy_command())),
             asyncio.create_task(self._publish_changes()),
             asyncio.create_task(self._tick()),
@@ -127,10 +134,13 @@ class Supervisor:
             await asyncio.sleep(_TICK_S)
         await slot.stop()
         self.slots.pop(slot.name, None)
+        self._freed_at = time.monotonic()
+        for one in self.slots.values():
+            one.retry()
         self.changed.set()
 
     def _running(self, slot: ReplicaSlot) -> int:
-        pool = self.summary.get("pools", {}).get(slot.pool, {})
+        pool = self.picker.report.get("pools", {}).get(slot.pool, {})
         return int(pool.get("running", {}).get(slot.name, 0)) if slot.replica else 0
 
     async def _publish_changes(self) -> None:
@@ -143,13 +153,18 @@ class Supervisor:
             await self.changed.wait()
             self.changed.clear()
             addresses = {slot.address for slot in self.slots.values() if slot.address}
-            if addresses - self._reachable:
-                self._write_endpoints(addresses | self._reachable)
-                await self._wait_reachable(addresses)
-            self._push_state()
-            if self._reachable - addresses:
-                self._write_endpoints(addresses)
-            self._reachable = addresses
+            try:
+                if addresses - self._reachable:
+                    self._write_endpoints(addresses | self._reachable)
+                    await self._wait_reachable(addresses)
+                self._push_state()
+                if self._reachable - addresses:
+                    self._write_endpoints(addresses)
+                self._reachable = addresses
+            except OSError as error:  # Envoy keeps the endpoints that it has; new ones wait for the disk
+                print(f"warning: cannot write the endpoints for Envoy: {error}", file=sys.stderr, flush=True)
+                self._push_state(self._reachable)
+                asyncio.get_running_loop().call_later(_RETRY_WRITE_S, self.changed.set)
 
     async def _wait_reachable(self, addresses: set[str]) -> None:
         """Wait until Envoy has loaded the endpoints file."""
@@ -162,19 +177,21 @@ class Supervisor:
                         return
                 await asyncio.sleep(0.02)
 
-    def _push_state(self) -> None:
-        """Send the picker the models, their endpoints and the canary weights."""
-        if self._picker is None:
-            return
+    def _on_picker_connected(self) -> None:
+        self.changed.set()
+        self._push_state()
+
+    def _push_state(self, reachable: set[str] | None = None) -> None:
+        """Send the picker the models, their endpoints (of `reachable` addresses, if given) and the canary weights."""
         endpoints: dict[str, list[dict[str, Any]]] = {name: [] for name in self.spec.models}
         for slot in self.slots.values():
-            if slot.address:
+            if slot.address and (reachable is None or slot.address in reachable):
                 endpoints[slot.pool].append(
                     {
                         "name": slot.name,
                         "address": slot.address,
                         "max_in_flight": slot.model_spec.in_flight,
-                        "ready": not slot.draining and not slot.warm,
+                        "ready": not (slot.draining or slot.warm or slot.hung),
                         "recipe": slot.model_spec.recipe,
                         "canary": slot.pool in self._canaries and slot.model_spec is self._canaries[slot.pool][0],
                     }
@@ -184,7 +201,7 @@ class Supervisor:
             "endpoints": endpoints,
             "canary_weights": {name: weight for name, (_, weight) in self._canaries.items()},
         }
-        self._picker.write(json.dumps(state).encode() + b"\n")
+        self.picker.send(state)
 
     async def _respawn(
         self, name: str, command: Command, while_running: Callable[[], Awaitable[None]] | None = None
@@ -198,31 +215,13 @@ class Supervisor:
         options = ("--disable-hot-restart", "--concurrency", str(self.spec.threads), "--log-level", "warning")
         return Command(argv=(envoy.program(), "-c", str(self.folder / "envoy.json"), *options))
 
-    async def _exchange_with_picker(self) -> None:
-        """Connect to the picker, send it the state, and read its reports until it exits."""
-        while True:
-            try:
-                reader, self._picker = await asyncio.open_unix_connection(self.folder / "control.sock", limit=2**24)
-                break
-            except OSError:
-                await asyncio.sleep(0.02)
-        self.changed.set()
-        self._push_state()
-        try:
-            while line := await reader.readline():
-                self.summary = json.loads(line)
-        finally:
-            self._picker = None
-
     async def _read_gauges(self) -> None:
         """Read the engines' metrics and send them to the picker, which exports them."""
         while True:
             await asyncio.gather(*(slot.read_gauges() for slot in list(self.slots.values())))
-            if self._picker:
-                in_use = [slot.pool for slot in self.slots.values() if not slot.warm]
-                wanted = {name: in_use.count(name) for name in self.spec.models}
-                state = {"replicas": [slot.status() for slot in self.slots.values()], "wanted": wanted}
-                self._picker.write(json.dumps(state).encode() + b"\n")
+            in_use = [slot.pool for slot in self.slots.values() if not slot.warm]
+            wanted = {name: in_use.count(name) for name in self.spec.models}
+            self.picker.send({"replicas": [slot.status() for slot in self.slots.values()], "wanted": wanted})
             await asyncio.sleep(_GAUGES_INTERVAL_S)
 
     async def _serve_control(self) -> None:
@@ -258,40 +257,74 @@ class Supervisor:
             self._canaries[name] = (self._canaries[name][0], command["canary_weight"])
             self.changed.set()
             return {"canary_weight": command["canary_weight"]}
-        promote = action == "promote"
         model_spec, _ = self._canaries.pop(name)
-        obsolete = [
-            one for one in self.slots.values() if one.pool == name and (one.model_spec is model_spec) != promote
-        ]
-        if promote:
-            canaries = [one for one in self.slots.values() if one.pool == name and one.model_spec is model_spec]
-            for _ in range(max(0, model_spec.replicas - len(canaries))):
-                self._add(name, model_spec)
-            while not all(one.address for one in self.slots.values() if one.model_spec is model_spec):
-                await asyncio.sleep(_TICK_S)
-            self.spec = self.spec.with_model(model_spec)
-            self.spec.write(self.folder)
-            if name in self._autoscalers:
-                self._autoscalers[name].policy = model_spec.scaling_policy()
-        await asyncio.gather(*(self._retire(one) for one in obsolete))
-        return {"serving": self.spec.models[name].recipe}
+        if action == "promote":
+            await self._promote(name, model_spec)
+        current = self.spec.models[name]
+        others = [one for one in self.slots.values() if one.pool == name and one.model_spec is not current]
+        await asyncio.gather(*map(self._retire, others))
+        return {"serving": current.recipe}
+
+    async def _promote(self, name: str, model_spec: ModelSpec) -> None:
+        """Start the other replicas of the canary's spec, and make it the model's."""
+        self._promoted[name] = model_spec
+        for _ in range(max(0, model_spec.replicas - len(self._slots_with(model_spec)))):
+            self._add(name, model_spec)
+        while not all(one.address for one in self._slots_with(model_spec)):
+            await asyncio.sleep(_TICK_S)
+        self.spec = self.spec.with_model(model_spec)
+        self.spec.write(self.folder)
+        del self._promoted[name]
+        if name in self._autoscalers:
+            self._autoscalers[name].policy = model_spec.scaling_policy()
+
+    def _slots_with(self, model_spec: ModelSpec) -> list[ReplicaSlot]:
+        return [one for one in self.slots.values() if one.model_spec is model_spec]
+
+    def _make_room(self, name: str, new: ModelSpec) -> None:
+        """Retire one replica of the current spec if a replica of the new spec found no free device.
+
+        One replica at most is not ready because of this; the last one that is ready stays.
+        """
+        starting = [one for one in self._slots_with(new) if not one.address]
+        ready = [one for one in self.slots.values() if one.pool == name and one.address and not one.draining]
+        old = [one for one in ready if one.model_spec is not new]
+        draining = any(one.pool == name and one.draining for one in self.slots.values())
+        draining = draining or time.monotonic() < self._freed_at + _FREE_AFTER_S
+        if len(ready) > 1 and old and starting and not draining and all(one.no_room for one in starting):
+            self._spawn(self._retire(min(old, key=self._running)))
 
     async def _tick(self) -> None:
         """Periodically scale, make the picker reload a changed tenants file, and write `status.json`."""
         tenants_changed_at = _changed_at(self.spec.tenants)
         while True:
             for name, model_spec in self.spec.models.items():
-                if name not in self._canaries and not self.stopping.is_set():
+                if self.stopping.is_set():
+                    break
+                new = self._promoted.get(name) or self._canaries.get(name, (None,))[0]
+                if new:
+                    self._make_room(name, new)
+                else:
                     self._reconcile(name, self._desired_replicas(name) if model_spec.scales else model_spec.replicas)
-            if (now := _changed_at(self.spec.tenants)) != tenants_changed_at and self._picker:
+            if (now := _changed_at(self.spec.tenants)) != tenants_changed_at and self.picker.connected:
                 tenants_changed_at = now
-                self._picker.write(json.dumps({"tenants": self.spec.tenants}).encode() + b"\n")
-            runs.write_atomic(self.folder / "status.json", json.dumps(self.status()))
+                self.picker.send({"tenants": self.spec.tenants})
+            self._write_status()
             await asyncio.sleep(_TICK_S)
+
+    def _write_status(self) -> None:
+        """Write `status.json`; a disk that is full or fails must not end the fleet."""
+        try:
+            runs.write_atomic(self.folder / "status.json", json.dumps(self.status()))
+            self.problem = ""
+        except OSError as error:
+            if not self.problem:
+                print(f"warning: cannot write status.json: {error}; the fleet goes on", file=sys.stderr, flush=True)
+            self.problem = f"cannot write status.json: {error.strerror}"
 
     def _desired_replicas(self, name: str) -> int:
         """Return how many replicas the autoscaler wants in use."""
-        autoscaler, pool = self._autoscalers[name], self.summary.get("pools", {}).get(name)
+        autoscaler, pool = self._autoscalers[name], self.picker.report.get("pools", {}).get(name)
         in_use, warm = self._slots_of(name)
         if pool is None:
             return len(in_use)
@@ -301,8 +334,8 @@ class Supervisor:
             autoscaler.policy = dataclasses.replace(autoscaler.policy, start_s=max(starts))  # as measured here
         snapshot = FleetSnapshot(
             at_s=time.monotonic(),
-            ready=sum(one.address is not None for one in in_use),
-            starting=sum(one.address is None for one in in_use),
+            ready=sum(one.ready for one in in_use),
+            starting=sum(not one.ready for one in in_use),
             waiting=pool["depth"],
             running=sum(pool["running"].values()),
             arrived=pool["arrived"],
@@ -321,7 +354,7 @@ class Supervisor:
         """
         model_spec = self.spec.models[name]
         in_use, warm = self._slots_of(name)
-        missing = max(0, desired - sum(one.address is not None for one in in_use))
+        missing = max(0, desired - sum(one.ready for one in in_use))
         for slot in [one for one in warm if one.address][:missing]:
             slot.warm = False
             self.changed.set()
@@ -348,9 +381,10 @@ class Supervisor:
             "url": f"http://{self.spec.host}:{self.spec.port}",
             "pid": os.getpid(),
             "at": time.time(),
-            "picker": self._picker is not None,
+            "picker": self.picker.connected,
             "replicas": [slot.status() for slot in self.slots.values()],
-            **self.summary,
+            **self.picker.report,
+            "problems": [*filter(None, [self.problem]), *self.picker.report.get("problems", ())],
         }
 
 
@@ -361,7 +395,21 @@ def _changed_at(path: str) -> float:
         return 0.0
 
 
+def _raise_open_files() -> None:
+    """Raise the limit of open files, which the relays, the picker and Envoy inherit, as far as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard != resource.RLIM_INFINITY and hard < _MIN_OPEN_FILES:
+        print(
+            f"warning: at most {hard} files can be open; a fleet under load needs {_MIN_OPEN_FILES}: raise 'ulimit -n'",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 async def _main(folder: Path) -> None:
+    _raise_open_files()
     supervisor = Supervisor(folder)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -57,7 +57,13 @@ class Admission:
 
     def __init__(self, tenants: Tenants | None) -> None:
         self.usage: dict[str, TenantUsage] = {}
+        self.tenants: dict[str, Tenant] | None = None
+        self.problem = ""  # why the tenants file could not be loaded
         self.load(tenants)
+
+    def close(self) -> None:
+        """Let nobody in until tenants are loaded."""
+        self.tenants = {}
 
     def load(self, tenants: Tenants | None) -> None:
         """Replace the list of tenants; usage is kept."""

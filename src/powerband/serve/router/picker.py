@@ -8,7 +8,6 @@ FOLDER contains `spec.json`, `picker.sock` for Envoy and `control.sock` for the 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import math
 import secrets
@@ -27,8 +26,9 @@ from envoy.type.v3 import http_status_pb2
 from powerband import __version__
 from powerband.core.fleet import Tenants
 from powerband.errors import PowerbandError
-from powerband.serve import envoy, openapi
+from powerband.serve import control_channel, envoy, openapi
 from powerband.serve.router import requests, tracing
+from powerband.serve.router.admission import Admission
 from powerband.serve.router.requests import RequestRejected
 from powerband.serve.router.scheduler import RequestContext, RequestOutcome, RequestScheduler, RoutingDecision
 from powerband.serve.router.telemetry import Telemetry
@@ -191,30 +191,38 @@ async def _serve_control(
 
     async def send_summaries() -> None:
         while True:
-            writer.write(json.dumps(telemetry.summary(scheduler)).encode() + b"\n")
+            control_channel.send(writer, telemetry.summary(scheduler))
             await writer.drain()
             await asyncio.sleep(_SUMMARY_INTERVAL_S)
 
     sender = asyncio.create_task(send_summaries())
     try:
-        while line := await reader.readline():
-            update = json.loads(line)
+        while (update := await control_channel.receive(reader)) is not None:
             if "endpoints" in update:
                 scheduler.update_models({name: ModelSpec.from_data(one) for name, one in update["models"].items()})
                 scheduler.update_endpoints(update["endpoints"], update["canary_weights"])
             if "replicas" in update:
                 telemetry.replica_status = update
             if "tenants" in update:
-                with contextlib.suppress(PowerbandError):  # an invalid file: the old tenants stay
-                    scheduler.admission.load(documents.read_as(Tenants, Path(update["tenants"])))
+                _load_tenants(scheduler.admission, Path(update["tenants"]))
     finally:
         sender.cancel()
         writer.close()
 
 
+def _load_tenants(admission: Admission, path: Path) -> None:
+    """Replace the tenants; an invalid file changes nothing, and is reported until it is valid."""
+    try:
+        admission.load(documents.read_as(Tenants, path))
+        admission.problem = ""
+    except (PowerbandError, OSError) as error:
+        message = error.message if isinstance(error, PowerbandError) else str(error)
+        admission.problem = f"{path}: {message.splitlines()[0]}"
+        print(f"error: tenants file not loaded: {admission.problem}", file=sys.stderr, flush=True)
+
+
 async def _main(folder: Path) -> None:
     spec = FleetSpec.read(folder)
-    tenants = documents.read_as(Tenants, Path(spec.tenants)) if spec.tenants else None
     telemetry = Telemetry(folder / "traffic.jsonl" if spec.capture else None)
     tracer = Tracer(url) if (url := tracing.collector_url()) else None
 
@@ -223,9 +231,10 @@ async def _main(folder: Path) -> None:
         if tracer:
             tracer.record(context, outcome)
 
-    scheduler = RequestScheduler(
-        spec.models, tenants, on_end=on_end, capture=spec.capture, capture_text=spec.capture_text
-    )
+    scheduler = RequestScheduler(spec.models, on_end=on_end, capture=spec.capture, capture_text=spec.capture_text)
+    if spec.tenants:
+        scheduler.admission.close()
+        _load_tenants(scheduler.admission, Path(spec.tenants))
     for name in ("picker.sock", "control.sock"):
         (folder / name).unlink(missing_ok=True)
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", 16 * 2**20)])

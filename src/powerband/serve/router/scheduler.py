@@ -245,9 +245,11 @@ class RequestScheduler:
         context.pool.finish(context.queued, self.clock(), output_tokens=output_tokens)
         usage = context.usage
         usage.running -= 1
-        usage.prompt_tokens += outcome.prompt_tokens or round(context.queued.profile.prompt_tokens)
+        prompt_tokens = outcome.prompt_tokens or round(context.queued.profile.prompt_tokens)
+        billed_tokens = (prompt_tokens if outcome.status == 200 else 0) + outcome.output_tokens
+        usage.prompt_tokens += prompt_tokens
         usage.output_tokens += outcome.output_tokens
-        usage.usd += outcome.output_tokens * context.model.usd_per_1m_tokens / 1e6
+        usage.usd += billed_tokens * context.model.usd_per_1m_tokens / 1e6
         self.on_end(context, outcome)
         self._dispatch(context.pool)
 

@@ -1,8 +1,7 @@
-"""Prometheus metrics of the fleet, the summary for the supervisor, and the capture of traffic."""
+"""Prometheus metrics of the fleet, and the summary for the supervisor."""
 
 from __future__ import annotations
 
-import json
 import time
 from bisect import bisect_left
 from collections import deque
@@ -14,8 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from powerband.core.fleet import PRIORITIES
-from powerband.core.prefix_hash import CHARS_PER_TOKEN
-from powerband.serve.router.redaction import redacted
+from powerband.serve.router.capture import TrafficCapture
 from powerband.serve.router.requests import RequestRejected
 from powerband.serve.router.scheduler import RequestContext, RequestOutcome, RequestScheduler
 
@@ -24,7 +22,6 @@ _BUCKETS = tuple(round(10 ** (step / _PER_DECADE), 5) for step in range(-2 * _PE
 _TPOT_BUCKETS = tuple(round(10 ** (step / _PER_DECADE), 6) for step in range(-3 * _PER_DECADE, 1))
 _PROMPT_LENGTHS = (256, 1024, 4096, 16384)  # tokens; values of the label `prompt`
 _RECENT = 200  # TTFTs kept per recipe
-_MAX_BLOCK_IDS = 1_000_000  # capture ends at this many distinct blocks
 _ENGINE_METRICS = {  # engine gauge: metric name, whether it is a counter, help text
     "kv_use": ("powerband_kv_use", False, "fraction of the KV cache in use"),
     "prefix_queries_tokens": ("powerband_prefix_queries_tokens", True, "prompt tokens looked up in the prefix cache"),
@@ -39,9 +36,7 @@ class Telemetry:
     """Metrics of one picker process; `capture_path` names the file that records its traffic, if any."""
 
     def __init__(self, capture_path: Path | None = None) -> None:
-        self._first_id = next_id(capture_path) if capture_path else 0
-        self._capture_file = capture_path.open("a", buffering=1) if capture_path else None
-        self._ids: dict[int, int] = {}  # sequential ids of blocks: the file contains no hash of a prompt
+        self.capture = TrafficCapture(capture_path) if capture_path else None
         self.registry = CollectorRegistry()
         labels = ["model", "recipe", "class", "prompt"]
 
@@ -68,7 +63,13 @@ class Telemetry:
         self.running = Gauge("powerband_running", "requests in flight", ["model", "replica"], registry=self.registry)
         self.ready = Gauge("powerband_replicas_ready", "ready replicas", ["model"], registry=self.registry)
         self.cost = Gauge(
-            "powerband_tenant_usd", "cost of a tenant's output tokens", ["tenant"], registry=self.registry
+            "powerband_tenant_usd", "cost of a tenant's prompt and output tokens", ["tenant"], registry=self.registry
+        )
+        self.tenants_invalid = Gauge(
+            "powerband_tenants_file_invalid", "1 if the tenants file could not be loaded", registry=self.registry
+        )
+        self.capture_lost = Gauge(
+            "powerband_capture_lost", "requests that could not be written to the capture file", registry=self.registry
         )
         self.registry.register(self)
         self.replica_status: Mapping[str, Any] = {}  # the supervisor's last message about the replicas
@@ -87,7 +88,8 @@ class Telemetry:
         length = f"<={_PROMPT_LENGTHS[bucket]}" if bucket < len(_PROMPT_LENGTHS) else f">{_PROMPT_LENGTHS[-1]}"
         labels = (model.name, recipe, PRIORITIES[queued.profile.priority], length)
         self.done += 1
-        self._capture(context, outcome)
+        if self.capture:
+            self.capture.add(context, outcome)
         counts = self.by_recipe.setdefault(recipe, {"done": 0, "failed": 0, "ttft_s": deque(maxlen=_RECENT)})
         counts["done"] += 1
         counts["failed"] += outcome.status >= 500
@@ -103,32 +105,6 @@ class Telemetry:
             self.e2e.labels(*labels).observe(outcome.e2e_s)
         self.output_tokens.labels(model.name).inc(outcome.output_tokens)
         self.prompt_tokens.labels(model.name).inc(outcome.prompt_tokens or queued.profile.prompt_tokens)
-
-    def _capture(self, context: RequestContext, outcome: RequestOutcome) -> None:
-        """Append arrival time, lengths, block ids and latencies of a request to the capture file.
-
-        Redacted text is included only if the fleet captures text.
-        """
-        if self._capture_file is None or len(self._ids) > _MAX_BLOCK_IDS:
-            return
-        profile = context.queued.profile
-        arrived = time.time() - (time.monotonic() - context.queued.arrived_s)
-        row: dict[str, Any] = {
-            "timestamp": round(arrived * 1000),
-            "input_length": outcome.prompt_tokens or round(profile.prompt_tokens),
-            "output_length": outcome.output_tokens,
-            "hash_ids": [self._ids.setdefault(one, self._first_id + len(self._ids)) for one in profile.fine_blocks],
-            "characters": round(profile.prompt_tokens * CHARS_PER_TOKEN),
-            "turns": profile.turns,
-            "model": context.model.name,
-            "recipe": context.model.recipe,
-            "ttft_s": outcome.ttft_s,
-            "tpot_s": outcome.tpot_s,
-            "e2e_s": outcome.e2e_s,
-        }
-        if profile.messages:
-            row["messages"] = [{"role": role, "content": redacted(content)} for role, content in profile.messages]
-        self._capture_file.write(json.dumps(row) + "\n")
 
     def collect(self) -> Any:
         """Yield the metrics that the supervisor reports; the registry calls this."""
@@ -166,7 +142,19 @@ class Telemetry:
         for tenant, usage in scheduler.admission.usage.items():
             self.cost.labels(tenant).set(usage.usd)
         self.overflows.set(scheduler.overflows)
+        self.tenants_invalid.set(bool(scheduler.admission.problem))
+        self.capture_lost.set(self.capture.lost if self.capture else 0)
         return generate_latest(self.registry)
+
+    def _problems(self, scheduler: RequestScheduler) -> list[str]:
+        """Return what the operator of the fleet has to repair, in sentences."""
+        found = []
+        if problem := scheduler.admission.problem:
+            effect = "the last valid one stays in effect" if scheduler.admission.tenants else "nobody is let in"
+            found.append(f"tenants file not loaded, {effect}: {problem}")
+        if self.capture and self.capture.lost:
+            found.append(f"{self.capture.lost} requests could not be written to {self.capture.path.name}")
+        return found
 
     def summary(self, scheduler: RequestScheduler) -> dict[str, Any]:
         """Return the state that the supervisor scales by and writes to status.json."""
@@ -175,6 +163,7 @@ class Telemetry:
             "done": self.done,
             "refused": dict(scheduler.rejections),
             "overflows": scheduler.overflows,
+            "problems": self._problems(scheduler),
             "recipes": {name: {**one, "ttft_s": list(one["ttft_s"])} for name, one in self.by_recipe.items()},
             "pools": {
                 name: {
@@ -186,17 +175,12 @@ class Telemetry:
                 for name, pool in scheduler.pools.items()
             },
             "tenants": {
-                name: {"requests": one.requests, "output_tokens": one.output_tokens, "usd": one.usd}
+                name: {
+                    "requests": one.requests,
+                    "prompt_tokens": one.prompt_tokens,
+                    "output_tokens": one.output_tokens,
+                    "usd": one.usd,
+                }
                 for name, one in scheduler.admission.usage.items()
             },
         }
-
-
-def next_id(capture_path: Path) -> int:
-    """Return the first block id that the capture file does not use yet."""
-    if not capture_path.exists():
-        return 0
-    with capture_path.open() as stream:
-        return 1 + max(
-            (max(json.loads(line)["hash_ids"], default=-1) for line in stream if line.endswith("\n")), default=-1
-        )
