@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 
@@ -114,9 +114,15 @@ class Prediction:
     outcome: Outcome
 
 
-def outcome_at(server: Server, requests: Requests, rate_per_s: float, *, answer_s: float = 0.0) -> Outcome:
-    """Simulate the requests at a rate, for long enough that a growing queue shows."""
+def outcome_at(
+    server: Server, requests: Requests, rate_per_s: float, *, answer_s: float = 0.0, slo: SLO | None = None
+) -> Outcome:
+    """Simulate the requests at a rate, for long enough that a growing queue shows.
+
+    With an SLO, the outcome is empty if so many requests are late that the rest cannot make up for them.
+    """
     count = max(_MIN_REQUESTS, int(rate_per_s * answer_s * _MIN_DURATION_IN_ANSWERS))
+    warmup = count // _WARMUP_DIVISOR
     due, prompts, outputs = requests.first(count)
     return simulate(
         array("d", (moment / rate_per_s for moment in due)),
@@ -125,8 +131,27 @@ def outcome_at(server: Server, requests: Requests, rate_per_s: float, *, answer_
         server.times,
         server.limits,
         cached_share=requests.lengths.cached_share,
-        warmup=count // _WARMUP_DIVISOR,
+        warmup=warmup,
+        hopeless=_too_many_late(slo, count - warmup) if slo else None,
     )
+
+
+def _too_many_late(slo: SLO, count: int) -> Callable[[float, float, int], bool]:
+    """Return a function that counts the late ones of `count` requests, and is true once a percentile must be late."""
+    bounds = [(metric, limit, count - int(share * (count - 1))) for metric, share, limit in slo.bounds()]
+    late = [0] * len(bounds)
+
+    def hopeless(ttft: float, e2e: float, output: int) -> bool:
+        for place, (metric, limit, most) in enumerate(bounds):
+            if metric in ("ttft", "e2e"):
+                late[place] += (ttft if metric == "ttft" else e2e) > limit
+            elif output > 1:
+                late[place] += (e2e - ttft) / (output - 1) > limit
+            if late[place] >= most:
+                return True
+        return False
+
+    return hopeless
 
 
 def meets(slo: SLO, found: Outcome) -> bool:
@@ -151,7 +176,7 @@ def max_rate(server: Server, requests: Requests, slo: SLO, *, estimate: FluidEst
     passing, failing, rate = 0.0, estimate.rate_per_s * _MAX_OVER_FLUID, estimate.rate_per_s * 0.75
     best: Outcome | None = None
     for _ in range(_ROUNDS):
-        found = outcome_at(server, requests, rate, answer_s=estimate.answer_s)
+        found = outcome_at(server, requests, rate, answer_s=estimate.answer_s, slo=slo)
         if meets(slo, found):
             passing, best = rate, found
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,7 +72,7 @@ class Steps:
         tensor, slices = split.tensor, split.expert_slices
         self._dense_bytes = self._dense_flops = self._expert_flops = self._scores = 0.0
         self._experts: list[tuple[float, float]] = []  # (expert bytes on this device, share of experts a token uses)
-        self._windows: list[tuple[float, int | None]] = []  # (KV bytes per token, sliding window)
+        windows: dict[float, float] = {}  # KV bytes per token by sliding window
         self._routed_layers = 0
         for one in shape.layers:
             dense = one.attention + one.dense
@@ -83,8 +84,10 @@ class Steps:
                 self._expert_flops += 2.0 * one.count * one.active * one.expert / (split.expert * slices)
                 self._routed_layers += one.count
             share = _kv_share(one, tensor)
-            self._windows.append((one.count * one.kv * kv_bytes * share, one.window))
+            window = float(one.window or math.inf)
+            windows[window] = windows.get(window, 0.0) + one.count * one.kv * kv_bytes * share
             self._scores += 2.0 * one.count * one.scores / tensor
+        self._windows = list(windows.items())
         self._state = 2.0 * shape.state_elements() * 4 / tensor
         self._head_bytes = shape.vocabulary * shape.hidden * scheme.head_bits / 8 / tensor
         self._head_flops = 2.0 * shape.vocabulary * shape.hidden / tensor
@@ -100,7 +103,7 @@ class Steps:
 
     def kv_of(self, context: float) -> float:
         """Return the KV-cache bytes of a sequence of this many tokens on the busiest device."""
-        cached = sum(each * min(context, window or context) for each, window in self._windows)
+        cached = sum([each * min(context, window) for window, each in self._windows])
         return (cached + self._state / 2) / self._pipeline
 
     @property
@@ -113,8 +116,9 @@ class Steps:
     def __call__(self, batch: Batch) -> Work:
         """Return the work of a step; pipeline stages run one after another, so their work adds up."""
         data = self.split.data
-        local, total = batch.tokens / data, batch.tokens
-        experts = sum(each * (1 - (1 - share) ** total) for each, share in self._experts)
+        total = batch.tokens
+        local = total / data
+        experts = sum([each * (1 - (1 - share) ** total) for each, share in self._experts])
         outputs = (batch.decodes * batch.tokens_per_decode + batch.finished_prompts) / data
         weights = self._dense_bytes + experts + (self._head_bytes if outputs else 0.0)
         kv = batch.decodes / data * (self.kv_of(batch.decode_context) * self._pipeline + self._state / 2)
@@ -123,16 +127,16 @@ class Steps:
         pairs += batch.decodes * batch.tokens_per_decode * batch.decode_context
         flops = self._dense_flops * local + self._expert_flops * total + self._head_flops * outputs
         tensor = self.split.tensor
-        return Work(
-            weight_bytes=weights,
-            kv_bytes=kv,
-            flops=flops,
-            attention_flops=self._scores * pairs / data,
-            all_reduce_bytes=self._all_reduces * 2 * (tensor - 1) / tensor * local * self._hidden_bytes,
-            all_to_all_bytes=self._all_to_all_bytes * local,
-            collectives=self._collectives,
-            layers=self._depth,
-            sequences=(batch.decodes + batch.finished_prompts) / data,
+        return Work(  # by position, which is faster: a plan makes half a million of these
+            weights,
+            kv,
+            flops,
+            self._scores * pairs / data,
+            self._all_reduces * 2 * (tensor - 1) / tensor * local * self._hidden_bytes,
+            self._all_to_all_bytes * local,
+            self._collectives,
+            self._depth,
+            (batch.decodes + batch.finished_prompts) / data,
         )
 
 
