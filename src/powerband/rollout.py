@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import httpx
 
 from powerband.core.statistics import wilson
-from powerband.errors import InputError
+from powerband.errors import EngineFailed, InputError
 from powerband.serve import FleetSpec, ModelSpec, resolve
 
 _PROBES = (
@@ -57,40 +58,82 @@ async def rollout(
     kept = {name: getattr(current, name) for name in ("aliases", "fallback", "max_replicas", "warm")}
     canary = dataclasses.replace(canary, **kept)
     report(f"starting canary {canary.recipe} next to {current.recipe}")
-    command = {"action": "start_canary", "model": name, "model_spec": dataclasses.asdict(canary)}
-    await _send_command(folder, {**command, "canary_weight": 0.0, "replicas": 1})
-    objection, answered = await _run_canary(
-        folder, current, canary, canary_weight=canary_weight, requests=requests, timeout_s=timeout_s, report=report
-    )
-    report(f"{'rolling back' if objection else 'promoting'} {canary.recipe}")
-    await _send_command(folder, {"action": "rollback" if objection else "promote", "model": name})
+    before = _counts(folder)
+    async with _lease(folder) as send:
+        command = {"action": "start_canary", "model": name, "model_spec": dataclasses.asdict(canary)}
+        await send({**command, "canary_weight": 0.0, "replicas": 1})
+
+        async def set_weight() -> None:
+            report(f"the canary's answers match: sending it {canary_weight:.0%} of the requests")
+            await send({"action": "set_canary_weight", "model": name, "canary_weight": canary_weight})
+
+        objection, answered = await _run_canary(
+            folder, current, canary, before, set_weight=set_weight, requests=requests, timeout_s=timeout_s
+        )
+        report(f"{'rolling back' if objection else 'promoting'} {canary.recipe}")
+        try:
+            action = "rollback" if objection else "promote"
+            await send({"action": action, "model": name, "timeout_s": timeout_s})
+        except InputError as error:  # the new replicas did not start in time
+            objection = error.message
     reason = objection or f"{canary.recipe} served {answered} requests no worse than {current.recipe}"
     return RolloutResult(not objection, reason, answered)
 
 
-async def _send_command(folder: Path, command: dict[str, Any]) -> dict[str, Any]:
-    """Send a command to the supervisor, and return its answer."""
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+@contextlib.asynccontextmanager
+async def _lease(folder: Path) -> AsyncIterator[Send]:
+    """Connect to the supervisor, which rolls back if the connection ends before the rollout; yield the sender."""
     try:
         reader, writer = await asyncio.open_unix_connection(folder / "supervisor.sock")
     except OSError:
         raise InputError(f"no fleet runs in {folder}", hint="give the folder that 'powerband serve' printed") from None
-    writer.write(json.dumps(command).encode() + b"\n")
-    answer: dict[str, Any] = json.loads(await reader.readline())
-    writer.close()
-    if "error" in answer:
-        raise InputError(answer["error"], hint=answer["hint"])
-    return answer
+
+    async def send(command: dict[str, Any]) -> None:
+        """Send a command, and raise the error that the supervisor answers."""
+        writer.write(json.dumps(command).encode() + b"\n")
+        if not (line := await reader.readline()):
+            raise EngineFailed(
+                "the supervisor ended during the rollout", hint="the fleet serves the old recipe", failure="crashed"
+            )
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise InputError(answer["error"], hint=answer["hint"])
+
+    try:
+        yield send
+    finally:
+        writer.close()
+
+
+def _counts(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the picker's counts by recipe; they go on from earlier rollouts."""
+    try:
+        recipes: dict[str, dict[str, Any]] = json.loads((folder / "status.json").read_text()).get("recipes", {})
+    except (OSError, ValueError):
+        return {}
+    return recipes
+
+
+def _since(now: dict[str, Any] | None, before: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the counts of a recipe since the rollout began; a picker that was restarted counts from zero."""
+    if now is None or before is None or now["done"] < before["done"]:
+        return now
+    added = {name: now[name] - before[name] for name in ("done", "failed", "first_tokens")}
+    return {**added, "ttft_s": now["ttft_s"][-added["first_tokens"] :] if added["first_tokens"] else []}
 
 
 async def _run_canary(
     folder: Path,
     current: ModelSpec,
     canary: ModelSpec,
+    before: dict[str, dict[str, Any]],
     *,
-    canary_weight: float,
+    set_weight: Callable[[], Awaitable[None]],
     requests: int,
     timeout_s: float,
-    report: Callable[[str], None],
 ) -> tuple[str, int]:
     """Return the reason to roll the canary back, or "", and how many requests it served."""
     name = current.name
@@ -116,14 +159,12 @@ async def _run_canary(
             if objection := await _compare_answers(stable[0] if stable else ready[0], ready[0], name):
                 return objection, 0
             probed = True
-            report(f"the canary's answers match: sending it {canary_weight:.0%} of the requests")
-            weight = {"action": "set_canary_weight", "model": name, "canary_weight": canary_weight}
-            await _send_command(folder, weight)
+            await set_weight()
         counts = status.get("recipes", {})
-        limit_s = canary.ttft_s or current.ttft_s
-        if objection := _regression(counts.get(current.recipe), counts.get(canary.recipe), limit_s):
-            return objection, counts[canary.recipe]["done"]
-        answered = counts.get(canary.recipe, {}).get("done", 0)
+        old, new = (_since(counts.get(one), before.get(one)) for one in (current.recipe, canary.recipe))
+        answered = new["done"] if new else 0
+        if objection := _regression(old, new, canary.ttft_s or current.ttft_s):
+            return objection, answered
         if answered >= requests:
             return "", answered
     return f"the canary served {answered} of {requests} requests before the timeout of {timeout_s:g} s", answered

@@ -15,8 +15,10 @@ import httpx
 import pytest
 
 from powerband import observe, rollout
+from powerband.errors import InputError
 from powerband.serve import Fleet, FleetSpec
 from powerband.serve.router import admission
+from powerband.testing.golden import DEADLY
 from support import fleets
 from support.fleets import CHAT
 
@@ -50,6 +52,13 @@ async def back(fleet: Fleet, victim: dict[str, Any]) -> None:
             return
         await asyncio.sleep(0.05)
     raise AssertionError(f"{victim['name']} is not back")
+
+
+async def starts(fleet: Fleet) -> int:
+    """Return the number of starts of all replicas, once all are ready."""
+    while any(one["state"] != "ready" for one in replicas(fleet).values()):
+        await asyncio.sleep(0.1)
+    return sum(one["starts"] for one in replicas(fleet).values())
 
 
 async def answers_again(http: httpx.AsyncClient, since: float) -> float:
@@ -259,16 +268,23 @@ async def test_a_request_without_a_token_outlives_its_replica(tmp_path: Path) ->
         await back(fleet, victim)
 
 
-async def test_a_request_without_a_token_outlives_all_its_replicas(tmp_path: Path) -> None:
-    async with fleets.running(fleets.write(tmp_path, itl_s=0.1)) as (fleet, http):
-        asked = asyncio.create_task(chat(http, max_tokens=60))  # all of it comes at its end
-        first = await busy(fleet)
-        for name in sorted(replicas(fleet), key=lambda one: one != first):
-            victim = replicas(fleet)[name]
-            assert not asked.done()
-            os.kill(victim["pid"], signal.SIGKILL)
-            await back(fleet, victim)
-        assert (await asked).status_code == 200
+async def test_a_request_that_ends_two_engines_is_rejected_and_others_are_answered(tmp_path: Path) -> None:
+    path = fleets.write(tmp_path, models={"golden": {"replicas": 3}}, fault="dies_on_word", ttft_s=0.5)
+    async with fleets.running(path) as (fleet, http):
+        before = await starts(fleet)
+        others = [asyncio.create_task(chat(http)) for _ in range(12)]
+        deadly: dict[str, Any] = {"messages": [{"role": "user", "content": f"a {DEADLY} prompt"}]}
+        found = await chat(http, **deadly)
+        assert (found.status_code, found.json()["error"]["code"]) == (422, "engine_died")
+        assert [one.status_code for one in await asyncio.gather(*others)] == [200] * 12
+        again = await chat(http, **deadly)
+        assert (again.status_code, again.json()["error"]["code"]) == (422, "quarantined")
+        assert (await chat(http)).status_code == 200
+        await asyncio.sleep(0.5)
+        assert await starts(fleet) == before + 2
+        metrics = (await http.get("/metrics")).text
+        assert 'powerband_refusals_total{code="engine_died"} 1.0' in metrics
+        assert 'powerband_retries_total{reason="died"}' in metrics
 
 
 async def test_a_stream_that_is_cut_ends_with_an_error(tmp_path: Path) -> None:
@@ -370,3 +386,64 @@ async def test_captured_traffic_holds_shared_beginnings_and_no_words(tmp_path: P
     assert len(first) >= 4 and first[:4] == second[:4] == third[:4]
     assert [row["turns"] for row in held] == [1, 1, 1]
     assert not [file for file in fleet.folder.rglob("*") if file.is_file() and b"nobody has lived" in file.read_bytes()]
+
+
+def newer(folder: Path, **knobs: Any) -> Path:
+    """Write another recipe for the model `golden`."""
+    data = {"powerband": "deployment/1", "name": "newer", "variant": {"source": "golden"}, "engine": "fake"}
+    (folder / "newer.json").write_text(json.dumps({**data, "config": knobs}))
+    return folder / "newer.json"
+
+
+async def recipes(fleet: Fleet, wanted: set[str]) -> None:
+    """Return when these recipes are served and no other."""
+    for _ in range(200):
+        if {one["recipe"] for one in fleet.status()["replicas"]} == wanted:
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"the fleet serves {[one['recipe'] for one in fleet.status()['replicas']]}, not {wanted}")
+
+
+async def test_a_rollout_that_is_killed_is_rolled_back_and_a_second_one_is_refused(tmp_path: Path) -> None:
+    async with fleets.running(fleets.write(tmp_path)) as (fleet, http):
+        new = newer(tmp_path)
+        first = asyncio.create_task(rollout.rollout(fleet.folder, new, requests=10**6, timeout_s=60))
+        await recipes(fleet, {"golden", "newer"})
+        with pytest.raises(InputError, match="a rollout of golden is running"):
+            await rollout.rollout(fleet.folder, new, timeout_s=5)
+        first.cancel()
+        await recipes(fleet, {"golden"})
+        assert (await chat(http)).headers["x-powerband-recipe"] == "golden"
+        assert "it is rolled back" in (fleet.folder / "supervisor.log").read_text()
+
+
+async def test_a_rollout_is_judged_by_its_own_requests(tmp_path: Path) -> None:
+    """The first canary ends each engine that reads a word; the second one of the same name is sound."""
+    async with fleets.running(fleets.write(tmp_path)) as (fleet, http):
+        stop = asyncio.Event()
+
+        async def user() -> None:
+            deadly = {"messages": [{"role": "user", "content": f"a {DEADLY} prompt"}]}
+            while not stop.is_set():
+                await chat(http, None, **deadly)
+
+        users = [asyncio.create_task(user()) for _ in range(4)]
+        bad = await rollout.rollout(
+            fleet.folder, newer(tmp_path, fault="dies_on_word"), canary_weight=0.5, requests=40, timeout_s=60
+        )
+        assert not bad.promoted and "failed" in bad.reason
+        good = await rollout.rollout(fleet.folder, newer(tmp_path), canary_weight=0.5, requests=20, timeout_s=60)
+        stop.set()
+        await asyncio.gather(*users)
+        assert good.promoted, good.reason
+
+
+async def test_a_promotion_that_takes_too_long_is_rolled_back(tmp_path: Path) -> None:
+    async with fleets.running(fleets.write(tmp_path)) as (fleet, http):
+        users = [asyncio.create_task(chat(http)) for _ in range(30)]
+        found = await rollout.rollout(
+            fleet.folder, newer(tmp_path, startup_s=6.0), canary_weight=1.0, requests=0, timeout_s=1.0
+        )
+        assert not found.promoted
+        await asyncio.gather(*users)
+        await recipes(fleet, {"golden"})

@@ -10,6 +10,7 @@ import resource
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +254,69 @@ def test_a_host_name_becomes_an_address() -> None:
     assert ports.resolve("localhost") == "127.0.0.1" and ports.resolve("::1") == "::1"
     with pytest.raises(InputError, match="not an address"):
         ports.resolve("no-such-host.invalid")
+
+
+EngineEnd = Callable[[socket.socket, int], None]  # called with the engine's connection and the relay's process id
+
+
+def redirect_of(engine: socket.socket | None, act: EngineEnd) -> bytes:
+    """Return the relay's response to a request while its engine does something; None: the port of no engine."""
+    with ports.reserve("127.0.0.1") as listening, ports.reserve("127.0.0.1") as closed:
+        engine_port = engine.getsockname()[1] if engine else closed.number
+        command = relay.command("127.0.0.1", listening.number, engine_port)
+    process = subprocess.Popen(command.argv)
+    try:
+        with connected(listening.number) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n{}")
+            if engine:
+                accepted, _ = engine.accept()
+                with accepted:
+                    assert accepted.recv(1000)
+                    act(accepted, process.pid)
+            parts = []
+            while part := client.recv(1000):
+                parts.append(part)
+            return b"".join(parts)
+    finally:
+        process.kill()
+        process.wait()
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def close(engine: socket.socket, _: int) -> None:
+    """End without a response."""
+
+
+def close_after_headers(engine: socket.socket, _: int) -> None:
+    """End with headers and no body."""
+    engine.sendall(HEAD)
+    time.sleep(0.1)
+
+
+def hang(_: socket.socket, relay_pid: int) -> None:
+    """Let the relay know that the engine hangs."""
+    relay.redirect_waiting(relay_pid)
+    time.sleep(0.3)
+
+
+@pytest.mark.parametrize(
+    ("act", "path"),
+    [(close, "died"), (close_after_headers, "died"), (hang, "unavailable"), (None, "unavailable")],
+    ids=["no response", "only headers", "hangs", "not listening"],
+)
+def test_a_relay_redirects_a_request_whose_engine_failed(act: EngineEnd | None, path: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as engine:
+        found = redirect_of(engine if act else None, act or close)
+    assert found.startswith(b"HTTP/1.1 307") and f"location: http://picker/{path}\r\n".encode() in found
+
+
+def test_a_relay_ends_a_stream_that_has_begun_with_an_error_event() -> None:
+    def act(one: socket.socket, _: int) -> None:
+        one.sendall(HEAD + b"6\r\ndata: \r\n")
+        time.sleep(0.1)
+
+    with socket.create_server(("127.0.0.1", 0)) as engine:
+        found = redirect_of(engine, act)
+    assert found.startswith(b"HTTP/1.1 200") and b"replica_died" in found

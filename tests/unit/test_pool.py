@@ -236,7 +236,7 @@ async def test_an_alias_is_replaced_by_the_model_name_and_an_adapter_is_not() ->
     ]
     assert plain.body is None and adapter.body is None
     assert alias.body is not None and json.loads(alias.body)["model"] == "m"
-    assert sorted(plain.addresses[:2]) == ["a:1", "b:1"] and plain.addresses[:2] == plain.addresses[2:]
+    assert sorted(plain.addresses) == ["a:1", "b:1"]
     assert plain.recipe == "r"
     with pytest.raises(RequestRejected) as rejected:
         await scheduler.pick(body(model="other"), request_id="other", tenant="anybody", headers={})
@@ -316,3 +316,84 @@ def test_an_inconsistent_fleet_is_invalid() -> None:
     ):
         with pytest.raises(ValueError):
             Fleet.model_validate({"models": models})
+
+
+def test_a_request_that_may_have_ended_an_engine_runs_alone() -> None:
+    found = pool(replicas=8, max_in_flight=2)
+    for _ in range(16):
+        found.enqueue(RequestProfile(10, 10), 0.0)
+    running = dispatch(found, 0.0)
+    alone = [found.enqueue(RequestProfile(10, 10), 0.0, alone=True) for _ in range(3)]
+    assert dispatch(found, 0.0) == [] and found.depth == 3
+    reserved = [one for one in found.endpoints.values() if one.reserved_for]
+    assert len(reserved) == 2  # a quarter of the replicas
+    waiting = found.enqueue(RequestProfile(10, 10), 0.0)
+    for one in running:
+        if one.endpoint in reserved:
+            found.finish(one, 1.0, output_tokens=10)
+    assert dispatch(found, 1.0) == alone[:2] and {one.running for one in reserved} == {1}
+    assert dispatch(found, 1.0) == [] and not waiting.endpoint
+    found.finish(alone[0], 2.0, output_tokens=10)
+    later = dispatch(found, 2.0)
+    assert (alone[2] in later and waiting not in later) or waiting.endpoint is not alone[2].endpoint
+    found.cancel(waiting)
+    found.finish(alone[1], 3.0)
+    assert not [one for one in found.endpoints.values() if one.reserved_for in alone[:2]]
+
+
+def test_a_cancelled_request_frees_the_replica_that_was_reserved_for_it() -> None:
+    found = pool(replicas=1, max_in_flight=1)
+    found.enqueue(RequestProfile(10, 10), 0.0)
+    (first,) = dispatch(found, 0.0)
+    alone, other = found.enqueue(RequestProfile(10, 10), 0.0, alone=True), found.enqueue(RequestProfile(10, 10), 0.0)
+    assert dispatch(found, 0.0) == []
+    found.cancel(alone)
+    found.finish(first, 1.0)
+    assert dispatch(found, 1.0) == [other]
+
+
+def failed_scheduler() -> RequestScheduler:
+    found = RequestScheduler({"m": model_spec()})
+    found.update_endpoints({"m": [endpoint("a", 2), endpoint("b", 2)]}, {})
+    return found
+
+
+async def test_a_request_is_rejected_after_two_dead_engines_and_so_is_its_repetition() -> None:
+    found, body = failed_scheduler(), json.dumps({"model": "m", "prompt": "deadly"}).encode()
+    headers = {":path": "/v1/completions"}
+    first = await found.pick(body, request_id="1", tenant="t", headers=headers)
+    earlier = found.retry("1", "/died")
+    assert earlier is not None and (earlier.deaths, earlier.path, earlier.tenant) == (1, "/v1/completions", "t")
+    assert found.retry("1", "/died") is None and found.retry("unknown", "/died") is None
+    found.finish("1", RequestOutcome(status=307, retried=True))  # the access log may come later
+    second = await found.pick(body, request_id="2", tenant="t", headers=headers, earlier=earlier)
+    assert second.replica != first.replica
+    found.finish("2", RequestOutcome(status=307, retried=True))  # or earlier
+    again = found.retry("2", "/died")
+    assert again is not None and again.deaths == 2
+    for name, earlier_ in (("3", again), ("4", None)):
+        with pytest.raises(RequestRejected) as error:
+            await found.pick(body, request_id=name, tenant="t", headers=headers, earlier=earlier_)
+        assert error.value.code == ("engine_died" if earlier_ else "quarantined")
+    other = json.dumps({"model": "m", "prompt": "harmless"}).encode()
+    task = asyncio.create_task(found.pick(other, request_id="5", tenant="t", headers=headers))
+    await asyncio.sleep(0)
+    assert not task.done()  # both replicas failed just now
+    found.clock = lambda: 1e9
+    found.expire()
+    assert (await task).replica and found.admission.usage_of("t").running == 1
+    assert not found.pools["m"].depth
+    found.finish("5", RequestOutcome(status=200, output_tokens=5))
+    assert found.admission.usage_of("t").running == 0
+
+
+async def test_an_unavailable_replica_is_no_dead_engine() -> None:
+    found, body = failed_scheduler(), json.dumps({"model": "m", "prompt": "x"}).encode()
+    earlier = None
+    for number in range(6):
+        decision = await found.pick(body, request_id=str(number), tenant="t", headers={}, earlier=earlier)
+        found.pools["m"].endpoints[decision.replica].suspended_until_s = 0.0
+        earlier = found.retry(str(number), "/unavailable")
+        for one in found.pools["m"].endpoints.values():
+            one.suspended_until_s = 0.0
+        assert earlier is not None and earlier.deaths == 0

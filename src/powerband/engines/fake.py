@@ -18,6 +18,7 @@ from powerband.engines.knobs import Knob
 Fault = Literal[
     "never_ready",
     "dies_on_first_request",
+    "dies_on_word",
     "out_of_memory",
     "crashes",
     "ignores_term",

@@ -2,9 +2,10 @@
  *
  * The relay holds back the response headers until the first body bytes arrive: an engine may send headers while the
  * request is still queued, and Envoy can retry on another replica only before it has seen headers. Chunks are forwarded
- * whole. If the engine closes the connection before the first body bytes, the relay resets the client connection and
- * Envoy retries; after them, it ends an event stream with an error event and a normal end of the response.
- * SIGUSR1 says that the engine hangs: clients without any body bytes are reset.
+ * whole. If the engine closes the connection before the first body bytes, the relay answers with a redirect that Envoy
+ * follows by itself: it asks the picker again, which counts the engines that ended. After the first body bytes the relay
+ * ends an event stream with an error event and a normal end of the response.
+ * SIGUSR1 says that the engine hangs: requests without any body bytes are redirected.
  * One thread, one epoll instance.
  */
 #define _GNU_SOURCE
@@ -36,6 +37,11 @@ static const char FAREWELL[] =
     "data: {\"error\": {\"message\": \"the replica died while it was answering\", \"type\": \"api_error\", "
     "\"param\": null, \"code\": \"replica_died\"}}\n\n";
 
+/* The picker reads the path: see router/retries.py. */
+#define REDIRECT(path) \
+    "HTTP/1.1 307 Temporary Redirect\r\nlocation: http://picker" path "\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+static const char DIED[] = REDIRECT("/died"), UNAVAILABLE[] = REDIRECT("/unavailable");
+
 typedef struct { char *data; size_t start, size, room; } Buffer;
 
 enum { HEAD, LENGTH, CHUNKED, UNTIL_CLOSE };
@@ -49,6 +55,8 @@ struct Pair {
     size_t head;             /* size of the held-back response headers at the start of `in` */
     long long left;          /* remaining bytes of a body with Content-Length */
     int state, events, begun, dead;
+    int asked;               /* the client has sent a part of a request that has no complete response */
+    const char *redirect;    /* to be sent when the request arrives */
     Pair *before, *after;    /* in the list of all living pairs */
     Pair *next_dead;
 };
@@ -119,6 +127,7 @@ static int flush(Side *side) {
 
 static void rearm(Pair *pair) {
     if (pair->dead) return;
+    if (pair->engine.fd < 0) return;
     arm(&pair->client, (pair->engine.out.size < MOST_UNSENT && !pair->client.shut ? EPOLLIN : 0) | (pair->client.out.size ? EPOLLOUT : 0));
     arm(&pair->engine, (pair->client.out.size < MOST_UNSENT ? EPOLLIN : 0) | (pair->engine.out.size ? EPOLLOUT : 0));
 }
@@ -216,13 +225,34 @@ static int digest(Pair *pair) {
             return pass(pair, pair->in.size);
         }
         pair->state = HEAD; /* the response is complete; the connection may carry another */
-        pair->begun = 0;
+        pair->begun = pair->asked = 0;
     }
 }
 
-/* Handle a connection that the engine closed: end the response with an error event, or reset the client. */
-static void engine_gone(Pair *pair) {
+/* After a redirect: send the rest of it, then read until the client closes the connection. */
+static void end_redirect(Pair *pair) {
+    if (flush(&pair->client)) { bury(pair, 1); return; }
+    if (!pair->client.out.size) shutdown(pair->client.fd, SHUT_WR);
+    arm(&pair->client, EPOLLIN | (pair->client.out.size ? EPOLLOUT : 0));
+}
+
+/* Answer a request without a response with a redirect; before a request, wait for it: a client expects no answer yet. */
+static void redirect(Pair *pair, const char *response) {
+    if (pair->engine.fd >= 0) close(pair->engine.fd);
+    pair->engine.fd = -1;
+    pair->redirect = pair->asked ? NULL : response;
+    if (!pair->asked) arm(&pair->client, EPOLLIN);
+    else if (grow(&pair->client.out, response, strlen(response))) bury(pair, 1);
+    else end_redirect(pair);
+}
+
+/* Handle a connection that the engine closed: end the response with an error event, redirect, or reset the client. */
+static void engine_gone(Pair *pair, int error) {
     int idle = pair->state == HEAD && !pair->in.size;
+    if (!pair->begun && (pair->asked || error)) {
+        redirect(pair, error == ECONNREFUSED ? UNAVAILABLE : DIED);
+        return;
+    }
     if (pair->begun && pair->state == CHUNKED && pair->events) {
         char frame[sizeof FAREWELL + 32];
         int size = snprintf(frame, sizeof frame, "%zx\r\n%s\r\n0\r\n\r\n", sizeof FAREWELL - 1, FAREWELL);
@@ -241,7 +271,7 @@ static void engine_gone(Pair *pair) {
 static void from_engine(Pair *pair, char *scratch) {
     ssize_t got = recv(pair->engine.fd, scratch, READ_SIZE, 0);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
-    if (got <= 0) { engine_gone(pair); return; }
+    if (got <= 0) { engine_gone(pair, got ? errno : 0); return; }
     if (grow(&pair->in, scratch, (size_t)got) || digest(pair) || flush(&pair->client)) bury(pair, 1);
 }
 
@@ -249,7 +279,13 @@ static void from_client(Pair *pair, char *scratch) {
     ssize_t got = recv(pair->client.fd, scratch, READ_SIZE, 0);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
     if (got <= 0) { bury(pair, 0); return; } /* the client disconnected: closing the engine connection aborts the request */
-    if (grow(&pair->engine.out, scratch, (size_t)got) || flush(&pair->engine)) bury(pair, 1);
+    pair->asked = 1;
+    if (pair->engine.fd < 0) { /* redirected: the rest of the request is of no use */
+        if (pair->redirect) redirect(pair, pair->redirect);
+        return;
+    }
+    if (grow(&pair->engine.out, scratch, (size_t)got)) { bury(pair, 1); return; }
+    if (flush(&pair->engine)) engine_gone(pair, errno);
 }
 
 /* Accept the waiting connections; 1: files or memory are short, and the rest has to wait. */
@@ -275,13 +311,13 @@ static int welcome(int listener, const struct sockaddr_in *engine) {
     }
 }
 
-/* The engine hangs: reset the clients that have seen nothing of a response, so that Envoy asks another replica. */
-static void reset_waiting(int signals) {
+/* The engine hangs: redirect the requests that have nothing of a response, so that the picker chooses another replica. */
+static void redirect_waiting(int signals) {
     struct signalfd_siginfo received;
     while (read(signals, &received, sizeof received) == sizeof received) continue;
     for (Pair *pair = living, *after; pair; pair = after) {
         after = pair->after;
-        if (!pair->begun) bury(pair, 1);
+        if (!pair->begun && pair->engine.fd >= 0) redirect(pair, UNAVAILABLE);
     }
 }
 
@@ -312,10 +348,16 @@ static void serve(int listener, const struct sockaddr_in *engine) {
                 if ((paused = welcome(listener, engine))) epoll_ctl(poller, EPOLL_CTL_MOD, listener, &nothing);
                 continue;
             }
-            if (side == &hangs) { reset_waiting(signals); continue; }
+            if (side == &hangs) { redirect_waiting(signals); continue; }
             Pair *pair = side->pair;
             if (pair->dead || side->fd < 0) continue;
-            if (found[i].events & EPOLLOUT && flush(side)) { bury(pair, 1); continue; }
+            if (found[i].events & EPOLLOUT && flush(side)) {
+                if (side == &pair->engine) engine_gone(pair, errno);
+                else bury(pair, 1);
+                continue;
+            }
+            if (found[i].events & EPOLLOUT && pair->engine.fd < 0 && !pair->client.shut) end_redirect(pair);
+            if (pair->dead) continue;
             if (side == &pair->client && side->shut) {
                 if (!side->out.size || found[i].events & (EPOLLERR | EPOLLHUP)) bury(pair, 0);
                 continue;

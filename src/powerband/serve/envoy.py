@@ -13,12 +13,15 @@ from powerband.errors import EngineMissing
 
 DESTINATION = "x-gateway-destination-endpoint"  # as in the Kubernetes Gateway API Inference Extension
 REQUEST_ID, RECIPE, REPLICA = "x-powerband-ticket", "x-powerband-recipe", "x-powerband-replica"
+ORIGINAL_URL = "x-envoy-original-url"  # set by Envoy after an internal redirect
+INTERNAL_REDIRECT = "internal_redirect"  # response_code_details of a request that Envoy sends to the picker again
 INTERNAL_HEADERS = (DESTINATION, REQUEST_ID, RECIPE, REPLICA)
 METADATA = "powerband"  # namespace of the Lua filter's dynamic metadata in the access log
 
 _MAX_WAIT_S = 600
 _MAX_BODY_BYTES = 8 * 2**20
-_RETRIES = 5  # three replicas, two attempts each
+_RETRIES = 2  # the addresses of a routing decision: the replica, and two more if no relay answers there
+_MAX_REDIRECTS = 10  # dispatches after the first, while relays say that their engine failed
 
 # A Lua filter measures the first and last body chunk and counts stream events, so that no token passes through Python.
 # An engine may send its response headers long before the first token: TTFT is the time of the first body chunk. The
@@ -52,6 +55,7 @@ function envoy_on_response(handle)
   meta:set("NAME", "pieces", pieces)
   meta:set("NAME", "prompt", tonumber(prompt) or 0)
   meta:set("NAME", "output", tonumber(output) or 0)
+  meta:set("NAME", "broken", find(tail, '"code": "replica_died"', 1, true) and 1 or 0)
 end
 """.replace("NAME", METADATA)
 
@@ -176,6 +180,11 @@ def _route() -> dict[str, Any]:
         "route": {
             "cluster": "replicas",
             "timeout": "0s",
+            "internal_redirect_policy": {  # answers of relays whose engine failed before the first token
+                "max_internal_redirects": _MAX_REDIRECTS,
+                "redirect_response_codes": [307],
+                "allow_cross_scheme_redirect": True,
+            },
             "retry_policy": {
                 "retry_on": "reset,connect-failure,refused-stream",  # Envoy retries only before the response starts
                 "num_retries": _RETRIES,

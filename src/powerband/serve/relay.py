@@ -1,6 +1,6 @@
 """The relay in front of one engine: `python -m powerband.serve.relay HOST PORT ENGINE_PORT` runs until killed.
 
-It turns an engine crash into a reset that Envoy retries, or into a final error event of the stream: see _relay.c.
+It turns an engine crash into a redirect to the picker, or into a final error event of the stream: see _relay.c.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def command(host: str, port: int, engine_port: int) -> Command:
     return Command(argv=(sys.executable, "-m", "powerband.serve.relay", host, str(port), str(engine_port)))
 
 
-def reset_waiting(pid: int) -> None:
-    """Let a relay reset the requests that have no token yet, so that Envoy sends them to another replica."""
+def redirect_waiting(pid: int) -> None:
+    """Let a relay redirect the requests that have no token yet, so that the picker chooses another replica."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGUSR1)
 

@@ -16,6 +16,7 @@ import sys
 import time
 from typing import Any
 
+DEADLY = "deadly"  # the word that ends a server with the fault dies_on_word
 WORDS = ("the", "engine", "works", "best", "in", "its", "power", "band")
 
 
@@ -71,6 +72,9 @@ class Golden:
             return
         chat = path.endswith("chat/completions")
         text = " ".join(str(m.get("content", "")) for m in body.get("messages", ())) or str(body.get("prompt", ""))
+        if self.options.fault == "dies_on_word" and DEADLY in text:
+            print(f"golden server: exiting because of the word '{DEADLY}'", flush=True)
+            os._exit(1)
         prompt, count = max(1, len(text.split())), int(body.get("max_tokens") or 16)
         self.waiting += 1
         try:

@@ -30,7 +30,7 @@ class RunningReplica:
     wait_ended: Callable[[], Awaitable[None]]  # returns, or raises the cause, when the replica ends
     gauges: Callable[[], Awaitable[dict[str, float]]]  # the engine's own metrics
     responds: Callable[[], Awaitable[None]]  # returns when the engine has answered, however late
-    reset_waiting: Callable[[], None]  # sends the requests without a token to other replicas
+    redirect_waiting: Callable[[], None]  # sends the requests without a token to other replicas
     gpus: tuple[int, ...] = ()  # indices on the replica's machine
 
 
@@ -67,14 +67,14 @@ async def run_replica(
         async def gauges() -> dict[str, float]:
             return (await replica.gauges()).model_dump(exclude_none=True)
 
-        def reset_waiting() -> None:
+        def redirect_waiting() -> None:
             if relay_process and relay_process.pid:
-                relay.reset_waiting(relay_process.pid)
+                relay.redirect_waiting(relay_process.pid)
 
         pid = replica.process.pid if replica.process else None
         gpus = tuple(gpu.index for gpu in replica.allocation.gpus)
         yield RunningReplica(
-            f"{host}:{listen_port}", replica.url, pid, wait_ended, gauges, replica.responds, reset_waiting, gpus
+            f"{host}:{listen_port}", replica.url, pid, wait_ended, gauges, replica.responds, redirect_waiting, gpus
         )
         await asyncio.sleep(_RELAY_FLUSH_S)
 

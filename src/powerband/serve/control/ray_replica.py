@@ -50,9 +50,9 @@ class ReplicaActor:
         """Return when the engine has answered, however late."""
         await self._replica.responds()
 
-    async def reset_waiting(self) -> None:
+    async def redirect_waiting(self) -> None:
         """Send the requests without a token to other replicas."""
-        self._replica.reset_waiting()
+        self._replica.redirect_waiting()
 
     async def stop(self) -> None:
         """Stop the replica."""
@@ -91,11 +91,11 @@ async def run_replica(
         async def responds() -> None:
             await actor.responds.remote()
 
-        def reset_waiting() -> None:
-            actor.reset_waiting.remote()
+        def redirect_waiting() -> None:
+            actor.redirect_waiting.remote()
 
         yield local_replica.RunningReplica(
-            started["address"], started["engine_url"], started["pid"], wait_ended, gauges, responds, reset_waiting,
+            started["address"], started["engine_url"], started["pid"], wait_ended, gauges, responds, redirect_waiting,
             started["gpus"],
         )  # fmt: skip
         with contextlib.suppress(ray.exceptions.RayError):

@@ -115,7 +115,7 @@ class ReplicaSlot:
                     slowest_s = max(0.9 * slowest_s, time.monotonic() - began)
                 else:
                     self._set_hung(True)
-                    replica.reset_waiting()
+                    replica.redirect_waiting()
                     await asyncio.wait([response], timeout=_RESTART_S)
                 if not response.done():
                     waited_s = time.monotonic() - began

@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 
 from powerband.core.engine import Command
-from powerband.errors import PowerbandError
+from powerband.errors import EngineFailed, InputError, PowerbandError
 from powerband.runtime import ray_cluster
 from powerband.serve import envoy
 from powerband.serve.control.autoscaler import Autoscaler, FleetSnapshot
@@ -225,19 +225,28 @@ class Supervisor:
             await asyncio.sleep(_GAUGES_INTERVAL_S)
 
     async def _serve_control(self) -> None:
-        """Accept rollout commands on `supervisor.sock`, one per connection."""
+        """Accept rollout commands on `supervisor.sock`; a rollout whose connection ends is rolled back."""
 
         async def serve_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            led: set[str] = set()  # models whose rollouts this connection leads
             try:
-                command = json.loads(await reader.readline())
-                try:
-                    answer = await self._handle_command(command)
-                except PowerbandError as error:
-                    answer = {"error": error.message, "hint": error.hint}
-                writer.write(json.dumps(answer).encode() + b"\n")
-                await writer.drain()
+                while line := await reader.readline():
+                    command = json.loads(line)
+                    try:
+                        answer = await self._handle_command(command)
+                        if command["action"] == "start_canary":
+                            led.add(command["model"])
+                    except PowerbandError as error:
+                        answer = {"error": error.message, "hint": error.hint}
+                    writer.write(json.dumps(answer).encode() + b"\n")
+                    await writer.drain()
+            except OSError:
+                pass  # the command was killed
             finally:
                 writer.close()
+                for name in led & self._canaries.keys():
+                    print(f"warning: the rollout of {name} ended early; it is rolled back", file=sys.stderr, flush=True)
+                    await self._end_rollout(name)
 
         path = self.folder / "supervisor.sock"
         path.unlink(missing_ok=True)
@@ -248,6 +257,8 @@ class Supervisor:
         """Start a canary, set its weight, promote it, or roll it back."""
         name, action = command["model"], command["action"]
         if action == "start_canary":
+            if name in self._canaries or name in self._promoted:
+                raise InputError(f"a rollout of {name} is running", hint="wait until it ends, or stop its command")
             model_spec = ModelSpec.from_data(command["model_spec"])
             self._canaries[name] = (model_spec, command["canary_weight"])
             for _ in range(command["replicas"]):
@@ -257,24 +268,40 @@ class Supervisor:
             self._canaries[name] = (self._canaries[name][0], command["canary_weight"])
             self.changed.set()
             return {"canary_weight": command["canary_weight"]}
-        model_spec, _ = self._canaries.pop(name)
+        if name not in self._canaries:
+            raise InputError(f"no rollout of {name} is running", hint="the supervisor may have been restarted")
         if action == "promote":
-            await self._promote(name, model_spec)
+            await self._promote(name, self._canaries[name][0], command["timeout_s"])
+        await self._end_rollout(name)
+        return {"serving": self.spec.models[name].recipe}
+
+    async def _end_rollout(self, name: str) -> None:
+        """Retire the replicas that are not of the model's spec."""
+        self._canaries.pop(name, None)
         current = self.spec.models[name]
         others = [one for one in self.slots.values() if one.pool == name and one.model_spec is not current]
         await asyncio.gather(*map(self._retire, others))
-        return {"serving": current.recipe}
 
-    async def _promote(self, name: str, model_spec: ModelSpec) -> None:
-        """Start the other replicas of the canary's spec, and make it the model's."""
+    async def _promote(self, name: str, model_spec: ModelSpec, timeout_s: float) -> None:
+        """Start the other replicas of the canary's spec and make it the model's, or roll it back after the timeout."""
+        del self._canaries[name]
         self._promoted[name] = model_spec
         for _ in range(max(0, model_spec.replicas - len(self._slots_with(model_spec)))):
             self._add(name, model_spec)
-        while not all(one.address for one in self._slots_with(model_spec)):
-            await asyncio.sleep(_TICK_S)
+        until = time.monotonic() + timeout_s
+        try:
+            while starting := [one for one in self._slots_with(model_spec) if not one.address]:
+                if time.monotonic() > until:
+                    problem = next((f": {one.problem}" for one in starting if one.problem), "")
+                    message = f"{len(starting)} of {model_spec.replicas} replicas did not start in {timeout_s:g} s"
+                    self._spawn(self._end_rollout(name))
+                    hint = f"the fleet serves {self.spec.models[name].recipe} again"
+                    raise EngineFailed(message + problem, hint=hint, failure="never_ready")
+                await asyncio.sleep(_TICK_S)
+        finally:
+            del self._promoted[name]
         self.spec = self.spec.with_model(model_spec)
         self.spec.write(self.folder)
-        del self._promoted[name]
         if name in self._autoscalers:
             self._autoscalers[name].policy = model_spec.scaling_policy()
 

@@ -30,6 +30,7 @@ from powerband.serve import control_channel, envoy, openapi
 from powerband.serve.router import requests, tracing
 from powerband.serve.router.admission import Admission
 from powerband.serve.router.requests import RequestRejected
+from powerband.serve.router.retries import DIED, UNAVAILABLE, FailedAttempts
 from powerband.serve.router.scheduler import RequestContext, RequestOutcome, RequestScheduler, RoutingDecision
 from powerband.serve.router.telemetry import Telemetry
 from powerband.serve.router.tracing import Tracer
@@ -48,13 +49,18 @@ class Picker(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grpc
 
     async def Process(self, stream: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:  # noqa: N802
         """Handle one request: authenticate its headers, read its body, and route or reject it."""
-        headers: Mapping[str, str] = {}
+        headers: dict[str, str] = {}
         tenant, request_id, delivered = "", secrets.token_hex(8), True
+        earlier: FailedAttempts | None = None
         try:
             async for message in stream:
                 if message.HasField("request_headers"):
                     headers = _headers(message.request_headers.headers)
                     path = headers.get(":path", "").partition("?")[0]
+                    if earlier := self._failed_attempts(path, headers):
+                        tenant, headers[":path"] = earlier.tenant, earlier.path
+                        yield _accept_headers(request_id, path=earlier.path)
+                        continue
                     if answer := self._serve_locally(path, headers):
                         yield answer
                         return
@@ -63,7 +69,9 @@ class Picker(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grpc
                     yield _accept_headers(request_id)
                 elif message.HasField("request_body"):
                     body = message.request_body.body
-                    decision = await self.scheduler.pick(body, request_id=request_id, tenant=tenant, headers=headers)
+                    decision = await self.scheduler.pick(
+                        body, request_id=request_id, tenant=tenant, headers=headers, earlier=earlier
+                    )
                     delivered = False
                     yield _route_to(decision)
                     delivered = True
@@ -74,6 +82,15 @@ class Picker(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grpc
         finally:
             if not delivered:  # Envoy closed the stream before it read the decision
                 self.scheduler.finish(request_id, RequestOutcome(status=0))
+
+    def _failed_attempts(self, path: str, headers: Mapping[str, str]) -> FailedAttempts | None:
+        """Return what is known of a request that Envoy sends again because its replica failed; None: it is new."""
+        request_id = headers.get(envoy.REQUEST_ID)
+        if not request_id or path not in (DIED, UNAVAILABLE):
+            return None
+        if found := self.scheduler.retry(request_id, path):
+            self.telemetry.count_retry(found.recipe, path.strip("/"))
+        return found
 
     def _serve_locally(self, path: str, headers: Mapping[str, str]) -> Any:
         """Respond to the paths that the picker serves itself; None for all others."""
@@ -123,10 +140,14 @@ def _header(key: str, value: str) -> Any:
     )
 
 
-def _accept_headers(request_id: str) -> Any:
-    """Ask for the body. The request id is set now, so that the access log reports the end of every request."""
+def _accept_headers(request_id: str, *, path: str = "") -> Any:
+    """Ask for the body. The request id is set now, so that the access log reports the end of every request.
+
+    `path` replaces the path of a redirect.
+    """
     mutation = wire.HeaderMutation(
-        remove_headers=(*envoy.INTERNAL_HEADERS, "authorization"), set_headers=[_header(envoy.REQUEST_ID, request_id)]
+        remove_headers=(*envoy.INTERNAL_HEADERS, envoy.ORIGINAL_URL, "authorization"),
+        set_headers=[_header(envoy.REQUEST_ID, request_id), *([_header(":path", path)] if path else [])],
     )
     response = wire.CommonResponse(header_mutation=mutation)
     return wire.ProcessingResponse(request_headers=wire.HeadersResponse(response=response))
@@ -165,6 +186,7 @@ def _respond(
 def _outcome(entry: Any) -> RequestOutcome:
     """Parse an access-log entry and the metadata that the Lua filter added to it."""
     common = entry.common_properties
+    flags = common.response_flags
     metadata = common.metadata.filter_metadata
     fields = metadata[envoy.METADATA].fields if envoy.METADATA in metadata else {}
     values = {name: value.number_value for name, value in fields.items()}
@@ -177,6 +199,8 @@ def _outcome(entry: Any) -> RequestOutcome:
         ttft_s=(first_us - start_us) / 1e6 if first_us else None,
         last_token_s=(last_us - start_us) / 1e6 if last_us else None,
         e2e_s=_seconds(common.time_to_last_downstream_tx_byte),
+        broken=bool(values.get("broken")) or flags.upstream_connection_termination or flags.upstream_remote_reset,
+        retried=entry.response.response_code_details == envoy.INTERNAL_REDIRECT,
     )
 
 

@@ -53,6 +53,7 @@ class QueuedRequest:
     started_s: float = 0.0
     in_flight_s_at_start: float = 0.0  # the endpoint's in_flight_s when this request started
     work_estimate: float = 0.0  # without the prompt tokens in the prefix cache
+    alone: bool = False  # it may have ended an engine: it gets a replica without other requests
     done: bool = False  # cancelled, expired or finished
 
 
@@ -70,9 +71,15 @@ class Endpoint:
     in_flight_s: float = 0.0  # integral of `running` over time
     dispatched: int = 0
     adapters: set[str] = field(default_factory=set)
+    reserved_for: QueuedRequest | None = None  # runs alone, here
+    suspended_until_s: float = 0.0  # after a failure that the supervisor may not have seen yet
     _work: float = 0.0  # outstanding at _work_as_of_s
     _work_as_of_s: float = 0.0
     _running_since_s: float = 0.0
+
+    def is_able(self, now_s: float) -> bool:
+        """Return whether the replica can take a request, once it has a free slot."""
+        return self.ready and now_s >= self.suspended_until_s
 
     def change_running(self, delta: int, now_s: float) -> None:
         """Add `delta` to the number of running requests."""
@@ -110,6 +117,7 @@ class EndpointPool:
         self.arrived = self._dispatched = self._dispatched_to_canaries = 0
         self.canary_weight = 0.0  # share of the requests that canaries receive
         self._queue: list[tuple[int, int, QueuedRequest]] = []
+        self._alone: list[QueuedRequest] = []  # queued requests that get a replica without other requests
         self._queued_work: dict[int, float] = {}  # by priority
         self._deadlines: list[tuple[float, int, QueuedRequest]] = []
         self._numbers = itertools.count(1)
@@ -117,7 +125,12 @@ class EndpointPool:
     @property
     def depth(self) -> int:
         """Return the number of queued requests."""
-        return sum(1 for _, _, one in self._queue if not one.done)
+        return sum(1 for _, _, one in self._queue if not one.done) + sum(1 for one in self._alone if not one.done)
+
+    @property
+    def waiting(self) -> bool:
+        """Return whether a request may be queued."""
+        return bool(self._queue or self._alone)
 
     @property
     def running(self) -> int:
@@ -134,11 +147,14 @@ class EndpointPool:
         ahead = sum(work for rank, work in self._queued_work.items() if rank <= priority)
         return (ahead + 0.5 * self._typical_work) * self.seconds_per_unit / len(able)
 
-    def enqueue(self, profile: RequestProfile, now_s: float) -> QueuedRequest:
-        """Append a request to the queue of its priority."""
-        queued = QueuedRequest(next(self._numbers), profile, now_s)
+    def enqueue(self, profile: RequestProfile, now_s: float, *, alone: bool = False) -> QueuedRequest:
+        """Append a request to the queue of its priority, or to those that get a replica without other requests."""
+        queued = QueuedRequest(next(self._numbers), profile, now_s, alone=alone)
         self.arrived += 1
-        heapq.heappush(self._queue, (profile.priority, queued.number, queued))
+        if alone:
+            self._alone.append(queued)
+        else:
+            heapq.heappush(self._queue, (profile.priority, queued.number, queued))
         self._queued_work[profile.priority] = self._queued_work.get(profile.priority, 0.0) + profile.work_estimate
         if profile.queue_timeout_s < math.inf:
             heapq.heappush(self._deadlines, (now_s + profile.queue_timeout_s, queued.number, queued))
@@ -160,7 +176,13 @@ class EndpointPool:
 
     def dispatch(self, now_s: float) -> Iterator[QueuedRequest]:
         """Assign queued requests to replicas with free slots, highest priority first, and yield them."""
-        free = [one for one in self.endpoints.values() if one.ready and one.running < one.max_in_flight]
+        if self._alone:
+            yield from self._dispatch_alone(now_s)
+        free = [
+            one
+            for one in self.endpoints.values()
+            if one.running < one.max_in_flight and one.is_able(now_s) and not one.reserved_for
+        ]
         while self._queue and (able := self._candidates(free)):
             if self._queue[0][2].done:
                 heapq.heappop(self._queue)
@@ -173,6 +195,28 @@ class EndpointPool:
             if chosen.running >= chosen.max_in_flight:
                 free.remove(chosen)
             yield queued
+
+    def _dispatch_alone(self, now_s: float) -> Iterator[QueuedRequest]:
+        """Reserve replicas for the requests that run alone, a quarter at most, and start them when they are idle."""
+        self._alone = [one for one in self._alone if not one.done]
+        able = {one.name: one for one in self.endpoints.values() if one.is_able(now_s) and not one.canary}
+        held = {one.reserved_for: one for one in self.endpoints.values() if one.reserved_for}
+        for queued, one in held.items():
+            if queued.done or (queued.endpoint is None and one.name not in able):
+                one.reserved_for = None
+        held = {queued: one for queued, one in held.items() if one.reserved_for}
+        for queued in list(self._alone):
+            free = [one for one in able.values() if not one.reserved_for]
+            if queued not in held and free and len(held) < max(1, len(able) // 4):
+                held[queued] = min(
+                    free, key=lambda one: (one.running, one.remaining_work(now_s, self.seconds_per_unit))
+                )
+                held[queued].reserved_for = queued
+            if queued in held and held[queued].running == 0:
+                self._alone.remove(queued)
+                self._queued_work[queued.profile.priority] -= queued.profile.work_estimate
+                self._start(queued, held[queued], now_s)
+                yield queued
 
     def _reserved_slots(self, priority: int) -> int:
         """Return the slots kept free for higher priorities: one standard deviation of their Poisson load."""
@@ -236,6 +280,8 @@ class EndpointPool:
             return
         queued.done = True
         one.change_running(-1, now_s)
+        if one.reserved_for is queued:
+            one.reserved_for = None
         self._running_by_priority[queued.profile.priority] -= 1
         took_s, in_flight_s = now_s - queued.started_s, one.in_flight_s - queued.in_flight_s_at_start
         own_s = took_s**2 / in_flight_s if in_flight_s else 0.0  # duration / mean concurrency

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from powerband.core.fleet import PRIORITIES, Tenants
@@ -16,10 +16,12 @@ from powerband.serve.router import requests
 from powerband.serve.router.admission import ANONYMOUS, Admission, TenantUsage
 from powerband.serve.router.pool import Endpoint, EndpointPool, QueuedRequest, RequestProfile
 from powerband.serve.router.requests import Request, RequestRejected
+from powerband.serve.router.retries import DIED, MAX_DEATHS, FailedAttempts, FailedDispatches, Quarantine, fingerprint
 from powerband.serve.spec import ModelSpec
 
 _MIN_RETRY_AFTER_S = 1.0
 _MAX_QUEUE_TIMEOUT_S = 600.0
+_SUSPENDED_S = 1.0  # of a replica whose request failed: by then the supervisor has noticed
 
 
 @dataclass(eq=False, slots=True)
@@ -35,6 +37,9 @@ class RequestContext:
     dispatched: asyncio.Future[QueuedRequest]
     overflowed: bool = False  # the fallback model serves it
     traceparent: str = ""  # the client's W3C header
+    path: str = ""
+    arrived_s: float = 0.0  # of the first dispatch, if an earlier one failed
+    deaths: int = 0  # engines that ended while they had this request
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,8 @@ class RequestOutcome:
     ttft_s: float | None = None
     last_token_s: float | None = None
     e2e_s: float | None = None
+    broken: bool = False  # the stream ended with an error event, or was cut
+    retried: bool = False  # its replica failed before the first token, and Envoy sends it to the picker again
 
     @property
     def tpot_s(self) -> float | None:
@@ -83,6 +90,7 @@ class RequestScheduler:
 
     def __post_init__(self) -> None:
         self.admission = Admission(self.tenants)
+        self.quarantine, self._failed = Quarantine(), FailedDispatches()
         for name, model in self.models.items():
             self.pools[name] = EndpointPool(model.typical_request, rate_per_s=model.rate_per_s, routing=model.routing)
         self._by_queued: dict[QueuedRequest, RequestContext] = {}
@@ -110,16 +118,32 @@ class RequestScheduler:
                     known.max_in_flight, known.ready, known.canary = one["max_in_flight"], one["ready"], one["canary"]
             self._dispatch(pool)
 
-    async def pick(self, body: bytes, *, request_id: str, tenant: str, headers: Mapping[str, str]) -> RoutingDecision:
-        """Wait for a free slot and return the routing decision; raise RequestRejected if there is none in time."""
+    async def pick(
+        self,
+        body: bytes,
+        *,
+        request_id: str,
+        tenant: str,
+        headers: Mapping[str, str],
+        earlier: FailedAttempts | None = None,
+    ) -> RoutingDecision:
+        """Wait for a free slot and return the routing decision; raise RequestRejected if there is none in time.
+
+        `earlier` has the dispatches of this request that failed.
+        """
         request = requests.read(body)
         name = self._names.get(request.model)
         if name is None:
             raise RequestRejected(404, f"there is no model {request.model}", code="model_not_found")
         model, now_s = self.models[name], self.clock()
-        usage = self.admission.admit(tenant, request.model if request.model in model.adapters else name, now_s)
+        self._check_deadly(body, name, earlier, now_s)
+        if earlier:
+            usage = self.admission.usage_of(tenant)  # was admitted before
+            usage.running += 1
+        else:
+            usage = self.admission.admit(tenant, request.model if request.model in model.adapters else name, now_s)
         try:
-            context = self._enqueue(request_id, request, model, tenant, usage, headers, now_s)
+            context = self._enqueue(request_id, request, model, tenant, usage, headers, now_s, earlier)
         except RequestRejected:
             usage.running -= 1
             usage.rejected += 1
@@ -135,7 +159,7 @@ class RequestScheduler:
         fallbacks = context.pool.fallback_endpoints(context.queued, now_s)
         renamed = request.model not in (context.model.name, *context.model.adapters)
         return RoutingDecision(
-            addresses=tuple(one.address for one in (endpoint, *fallbacks)) * 2,  # a replica may restart meanwhile
+            addresses=tuple(one.address for one in (endpoint, *fallbacks)),
             replica=endpoint.name,
             recipe=endpoint.recipe + (" (overflow)" if context.overflowed else ""),
             body=_with_model(body, context.model.name) if renamed else None,
@@ -150,6 +174,7 @@ class RequestScheduler:
         usage: TenantUsage,
         headers: Mapping[str, str],
         now_s: float,
+        earlier: FailedAttempts | None,
     ) -> RequestContext:
         """Queue a request for its model, or for the fallback, if the predicted wait is within its timeout.
 
@@ -183,11 +208,14 @@ class RequestScheduler:
                     tenant,
                     usage,
                     chosen,
-                    pool.enqueue(profile, now_s),
+                    pool.enqueue(profile, now_s, alone=bool(earlier and earlier.deaths)),
                     pool,
                     asyncio.get_running_loop().create_future(),
                     overflowed=chosen is not model,
                     traceparent=headers.get("traceparent", ""),
+                    path=headers.get(":path", ""),
+                    arrived_s=earlier.arrived_s if earlier else now_s,
+                    deaths=earlier.deaths if earlier else 0,
                 )
                 self.contexts[request_id] = self._by_queued[context.queued] = context
                 self.overflows += context.overflowed
@@ -218,9 +246,11 @@ class RequestScheduler:
                 context.dispatched.set_result(queued)
 
     def expire(self) -> None:
-        """Reject the queued requests whose timeout has passed."""
+        """Reject the queued requests whose timeout has passed; dispatch to replicas that are suspended no more."""
         now_s = self.clock()
         for pool in self.pools.values():
+            if pool.waiting:
+                self._dispatch(pool)
             for queued in pool.pop_expired(now_s):
                 context = self._by_queued[queued]
                 self._count_rejection("deadline")
@@ -239,8 +269,15 @@ class RequestScheduler:
             self._drop(context)
             context.dispatched.cancel()
             return
+        if outcome.retried:
+            self._failed.add(request_id, self._fail(context), self.clock())
+            return
         del self.contexts[request_id]
         self._by_queued.pop(context.queued, None)
+        delay_s = max(0.0, context.queued.arrived_s - context.arrived_s)  # of failed dispatches
+        for name in ("ttft_s", "last_token_s", "e2e_s"):
+            if delay_s and (seconds := getattr(outcome, name)) is not None:
+                setattr(outcome, name, seconds + delay_s)
         output_tokens = outcome.output_tokens if outcome.status == 200 else None
         context.pool.finish(context.queued, self.clock(), output_tokens=output_tokens)
         usage = context.usage
@@ -252,6 +289,41 @@ class RequestScheduler:
         usage.usd += billed_tokens * context.model.usd_per_1m_tokens / 1e6
         self.on_end(context, outcome)
         self._dispatch(context.pool)
+
+    def retry(self, request_id: str, path: str) -> FailedAttempts | None:
+        """Return the failed request that Envoy sends again with the path of its redirect; None: it is a new request."""
+        context = self.contexts.get(request_id)
+        failed = self._fail(context) if context and context.queued.endpoint else self._failed.take(request_id)
+        if failed is None:
+            return None
+        return replace(failed, deaths=failed.deaths + (path == DIED))
+
+    def _fail(self, context: RequestContext) -> FailedAttempts:
+        """Free the slot of a request whose replica failed, and keep the replica out until the supervisor knows."""
+        endpoint = context.queued.endpoint
+        assert endpoint is not None
+        del self.contexts[context.request_id]
+        self._by_queued.pop(context.queued, None)
+        context.pool.finish(context.queued, self.clock())
+        context.usage.running -= 1
+        endpoint.suspended_until_s = self.clock() + _SUSPENDED_S
+        self._dispatch(context.pool)
+        return FailedAttempts(context.tenant, context.path, context.arrived_s, endpoint.recipe, context.deaths)
+
+    def _check_deadly(self, body: bytes, model: str, earlier: FailedAttempts | None, now_s: float) -> None:
+        """Reject a request that ended two engines, and for a while each request with the same body."""
+        deaths = earlier.deaths if earlier else 0
+        if deaths < MAX_DEATHS and not self.quarantine:
+            return
+        print_ = fingerprint(body, model)
+        if deaths >= MAX_DEATHS:
+            self.quarantine.add(print_, now_s)
+            raise RequestRejected(
+                422, f"{deaths} engines ended while they had this request; it is not tried again", code="engine_died"
+            )
+        if self.quarantine.holds(print_, now_s):
+            message = "a request with this body ended several engines a short time ago; it is not tried again"
+            raise RequestRejected(422, message, code="quarantined")
 
     def fail_in_flight(self) -> None:
         """Finish all dispatched requests as failed: Envoy is gone and cannot report their end."""

@@ -59,6 +59,12 @@ class Telemetry:
             "powerband_refusals", "requests rejected, by error code", ["code"], registry=self.registry
         )
         self.overflows = Gauge("powerband_overflows", "requests served by the fallback model", registry=self.registry)
+        self.retries = Counter(
+            "powerband_retries",
+            "requests asked of another replica before their first token, by what the first one did",
+            ["reason"],
+            registry=self.registry,
+        )
         self.depth = Gauge("powerband_queue_depth", "queued requests", ["model"], registry=self.registry)
         self.running = Gauge("powerband_running", "requests in flight", ["model", "replica"], registry=self.registry)
         self.ready = Gauge("powerband_replicas_ready", "ready replicas", ["model"], registry=self.registry)
@@ -80,6 +86,20 @@ class Telemetry:
         """Count a request that the picker rejected."""
         self.rejections.labels(error.code).inc()
 
+    def count_retry(self, recipe: str, reason: str) -> None:
+        """Count a request whose replica failed before its first token."""
+        self.retries.labels(reason).inc()
+        self._count(recipe, failed=True)
+
+    def _count(self, recipe: str, *, failed: bool) -> dict[str, Any]:
+        """Count a request of a recipe; return the counts of that recipe."""
+        counts = self.by_recipe.setdefault(
+            recipe, {"done": 0, "failed": 0, "first_tokens": 0, "ttft_s": deque(maxlen=_RECENT)}
+        )
+        counts["done"] += 1
+        counts["failed"] += failed
+        return counts
+
     def observe(self, context: RequestContext, outcome: RequestOutcome) -> None:
         """Record a request that a replica finished."""
         model, queued = context.model, context.queued
@@ -90,11 +110,10 @@ class Telemetry:
         self.done += 1
         if self.capture:
             self.capture.add(context, outcome)
-        counts = self.by_recipe.setdefault(recipe, {"done": 0, "failed": 0, "ttft_s": deque(maxlen=_RECENT)})
-        counts["done"] += 1
-        counts["failed"] += outcome.status >= 500
+        counts = self._count(recipe, failed=outcome.status >= 500 or outcome.broken)
         self.queue.labels(*labels).observe(queued.started_s - queued.arrived_s)
         if outcome.ttft_s is not None:
+            counts["first_tokens"] += 1
             counts["ttft_s"].append(round(outcome.ttft_s, 4))
             self.ttft.labels(*labels).observe(outcome.ttft_s)
             if model.ttft_s is not None:
