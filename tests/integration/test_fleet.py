@@ -7,6 +7,8 @@ import json
 import os
 import re
 import signal
+import ssl
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -447,3 +449,46 @@ async def test_a_promotion_that_takes_too_long_is_rolled_back(tmp_path: Path) ->
         assert not found.promoted
         await asyncio.gather(*users)
         await recipes(fleet, {"golden"})
+
+
+def served_name(port: int) -> str:
+    """Return the common name in the certificate that a listener shows."""
+    pem = ssl.get_server_certificate(("127.0.0.1", port))
+    done = subprocess.run(
+        ["openssl", "x509", "-noout", "-subject"], input=pem, capture_output=True, text=True, check=True
+    )
+    return done.stdout.rpartition("=")[2].strip()
+
+
+async def test_tls_and_a_certificate_that_is_replaced(tmp_path: Path) -> None:
+    files = fleets.certificate(tmp_path, "first")
+    async with fleets.running(fleets.write(tmp_path), tls=files) as (fleet, http):
+        assert fleet.url.startswith("https://") and fleet.status()["url"] == fleet.url
+        assert (await chat(http)).status_code == 200
+        async with httpx.AsyncClient(trust_env=False) as plain:
+            with pytest.raises(httpx.HTTPError):
+                await plain.get(f"http://127.0.0.1:{fleet.spec.port}/health")
+        assert await asyncio.to_thread(served_name, fleet.spec.port) == "first"
+        streams = [asyncio.create_task(fleets.events(http, max_tokens=200)) for _ in range(4)]
+        await asyncio.sleep(1.0)  # their connections have the first certificate
+        fleets.certificate(tmp_path, "second")
+        for _ in range(50):
+            if (name := await asyncio.to_thread(served_name, fleet.spec.port)) == "second":
+                break
+            await asyncio.sleep(0.1)
+        assert name == "second"
+        assert [found[-1] for found in await asyncio.gather(*streams)] == ["[DONE]"] * 4
+
+
+async def test_metrics_of_a_fleet_with_tenants_need_a_key_for_them(tmp_path: Path) -> None:
+    keys = {name: admission.new_key() for name in ("user", "prometheus")}
+    tenants = {name: {"key_sha256": digest, "metrics": name == "prometheus"} for name, (_, digest) in keys.items()}
+    file = tmp_path / "tenants.json"
+    file.write_text(json.dumps({"powerband": "tenants/1", "tenants": tenants}))
+    async with fleets.running(fleets.write(tmp_path), tenants=str(file)) as (_, http):
+        found = {
+            name: (await http.get("/metrics", headers={"authorization": f"Bearer {key}"} if key else {})).status_code
+            for name, key in [*((name, key) for name, (key, _) in keys.items()), ("nobody", "")]
+        }
+        assert found == {"user": 403, "prometheus": 200, "nobody": 401}
+        assert (await http.get("/health")).status_code == 200

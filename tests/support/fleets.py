@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shutil
+import ssl
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+import pytest
 
 from powerband import serve
 from powerband.serve import Fleet
@@ -33,7 +37,12 @@ def write(folder: Path, *, models: dict[str, dict[str, Any]] | None = None, **kn
 
 @contextlib.asynccontextmanager
 async def running(
-    path: Path, *, tenants: str = "", capture: bool = False, slo_ttft_s: float | None = None
+    path: Path,
+    *,
+    tenants: str = "",
+    capture: bool = False,
+    slo_ttft_s: float | None = None,
+    tls: tuple[str, str] | None = None,
 ) -> AsyncIterator[tuple[Fleet, httpx.AsyncClient]]:
     """Run a fleet until it is ready, and yield it with a client."""
     parts, _ = serve.resolve(path)
@@ -41,11 +50,33 @@ async def running(
         parts = {name: dataclasses.replace(one, ttft_s=slo_ttft_s) for name, one in parts.items()}
     folder = path.parent / "run"
     folder.mkdir()
-    async with serve.fleet(parts, tenants=tenants, folder=folder, capture=capture) as fleet:
+    async with serve.fleet(parts, tenants=tenants, folder=folder, capture=capture, tls=tls) as fleet:
         await fleet.wait_until_ready(30)
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=fleet.url, trust_env=False, timeout=30, limits=limits) as http:
+        trusted = ssl.create_default_context(cafile=tls[0]) if tls else False
+        async with httpx.AsyncClient(
+            base_url=fleet.url, trust_env=False, timeout=30, limits=limits, verify=trusted
+        ) as http:
             yield fleet, http
+
+
+def certificate(folder: Path, name: str) -> tuple[str, str]:
+    """Write a self-signed certificate for 127.0.0.1; return its path and its key's."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl is not installed")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    new = [one.with_suffix(".new") for one in (cert, key)]
+    subject = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
+    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    subprocess.run(
+        [openssl, "req", "-x509", "-nodes", *kind, *subject, "-out", str(new[0]), "-keyout", str(new[1])],
+        check=True,
+        capture_output=True,
+    )
+    new[1].rename(key)
+    new[0].rename(cert)  # last: Envoy reloads both when a file appears
+    return str(cert), str(key)
 
 
 def processes(fleet: Fleet) -> list[psutil.Process]:

@@ -29,6 +29,13 @@ def serve(
     port: Annotated[
         int | None, typer.Option(metavar="PORT", help="Port to listen on.", show_default="a free port")
     ] = None,
+    tls_cert: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Certificate chain in PEM: serve HTTPS. Reloaded when replaced.")
+    ] = None,
+    tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="Private key of --tls-cert, in PEM.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Envoy's worker threads.", show_default="one per core")
+    ] = None,
     launcher: options.Launcher = "local",
     cluster: options.Cluster = "auto",
     capture: Annotated[
@@ -57,6 +64,8 @@ def serve(
     from powerband.store import documents
 
     console = stderr(json=json)
+    if bool(tls_cert) != bool(tls_key):
+        raise typer.BadParameter("give both --tls-cert and --tls-key")
     models, tenants_file = stage.resolve(Path(what), replicas=replicas, report=console.print)
     if tenants:
         documents.read_as(Tenants, Path(tenants))
@@ -68,6 +77,8 @@ def serve(
         host=host,
         port=port,
         folder=folder,
+        tls=stage.check_certificate(tls_cert, tls_key) if tls_cert and tls_key else None,
+        threads=threads,
         cluster=cluster if launcher == "ray" else "",
         capture=capture,
         capture_text=capture_text,

@@ -74,6 +74,9 @@ class Tenant(Value):
     burst: int = Field(default=10, ge=1, description="requests allowed in a burst above the rate")
     in_flight: int | None = Field(default=None, ge=1, description="maximum concurrent requests")
     models: tuple[str, ...] = Field(default=(), description="models that the tenant may use; if omitted, all")
+    metrics: bool = Field(
+        default=False, description="the tenant may read /metrics, which has the names and costs of all tenants"
+    )
 
 
 class Tenants(Document):

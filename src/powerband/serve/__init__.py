@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -19,10 +20,10 @@ from powerband.errors import EngineFailed
 from powerband.runtime import ports
 from powerband.serve import envoy
 from powerband.serve.control.respawn import respawn
-from powerband.serve.spec import FleetSpec, ModelSpec, placed, resolve
+from powerband.serve.spec import FleetSpec, ModelSpec, check_certificate, placed, resolve
 from powerband.store import runs
 
-__all__ = ["Fleet", "FleetSpec", "ModelSpec", "fleet", "resolve"]
+__all__ = ["Fleet", "FleetSpec", "ModelSpec", "check_certificate", "fleet", "resolve"]
 
 _DRAIN_S = 600.0  # for requests in flight, when the fleet stops
 
@@ -32,7 +33,7 @@ class Fleet:
 
     def __init__(self, spec: FleetSpec, folder: Path) -> None:
         self.spec, self.folder = spec, folder
-        self.url = f"http://{spec.host}:{spec.port}"
+        self.url = spec.url
 
     def status(self) -> dict[str, Any]:
         """Return the supervisor's latest status; empty before the first one."""
@@ -80,10 +81,15 @@ async def fleet(
     port: int | None = None,
     folder: Path | None = None,
     cluster: str = "",
+    tls: tuple[str, str] | None = None,
+    threads: int | None = None,
     capture: bool = False,
     capture_text: bool = False,
 ) -> AsyncIterator[Fleet]:
-    """Run a fleet. The supervisor restarts after a crash; its child processes exit with it."""
+    """Run a fleet. The supervisor restarts after a crash; its child processes exit with it.
+
+    `tls` has the paths of a certificate and its key; Envoy uses all cores unless `threads` is given.
+    """
     envoy.program()  # report a missing Envoy before anything starts
     models, host = models if cluster else placed(models), ports.resolve(host)
     folder = folder or runs.new_run("serve")
@@ -95,6 +101,9 @@ async def fleet(
             admin.number,
             tenants,
             cluster=cluster,
+            threads=threads or len(os.sched_getaffinity(0)),
+            tls_cert=tls[0] if tls else "",
+            tls_key=tls[1] if tls else "",
             capture=capture or capture_text,
             capture_text=capture_text,
         )

@@ -18,6 +18,7 @@ INTERNAL_REDIRECT = "internal_redirect"  # response_code_details of a request th
 INTERNAL_HEADERS = (DESTINATION, REQUEST_ID, RECIPE, REPLICA)
 METADATA = "powerband"  # namespace of the Lua filter's dynamic metadata in the access log
 
+_CERTIFICATE = "fleet"
 _MAX_WAIT_S = 600
 _MAX_BODY_BYTES = 8 * 2**20
 _RETRIES = 2  # the addresses of a routing decision: the replica, and two more if no relay answers there
@@ -76,8 +77,16 @@ def program() -> str:
         return str(resolved)
 
 
-def bootstrap(*, host: str, port: int, admin_port: int, picker: Path, endpoints: Path) -> dict[str, Any]:
-    """Return Envoy's bootstrap configuration; it watches the file `endpoints` for the replicas."""
+def bootstrap(
+    *, host: str, port: int, admin_port: int, picker: Path, endpoints: Path, tls: Path | None = None
+) -> dict[str, Any]:
+    """Return Envoy's bootstrap configuration; it watches the file `endpoints` for the replicas.
+
+    With `tls`, a file that `certificate` wrote, the listener speaks only TLS.
+    """
+    chain: dict[str, Any] = {"filters": [_connection_manager()]}
+    if tls:
+        chain["transport_socket"] = _tls(tls)
     return {
         "admin": {"address": _address("127.0.0.1", admin_port)},
         "node": {"id": "powerband", "cluster": "powerband"},
@@ -87,7 +96,7 @@ def bootstrap(*, host: str, port: int, admin_port: int, picker: Path, endpoints:
                     "name": "fleet",
                     "address": _address(host, port),
                     "per_connection_buffer_limit_bytes": _MAX_BODY_BYTES,
-                    "filter_chains": [{"filters": [_connection_manager()]}],
+                    "filter_chains": [chain],
                 }
             ],
             "clusters": [_picker_cluster(picker), _replicas_cluster(endpoints)],
@@ -103,6 +112,25 @@ def endpoints(addresses: Iterable[str]) -> str:
         "endpoints": [{"lb_endpoints": [_endpoint(one) for one in sorted(addresses)]}],
     }
     return json.dumps({"resources": [resource]})
+
+
+def certificate(cert: str, key: str) -> str:
+    """Return the content of the secrets file (SDS) for a certificate; Envoy reloads it when its files are replaced."""
+    files = {"certificate_chain": {"filename": cert}, "private_key": {"filename": key}}
+    resource = {
+        "@type": "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.Secret",
+        "name": _CERTIFICATE,
+        "tls_certificate": {**files, "watched_directory": {"path": str(Path(cert).parent)}},
+    }
+    return json.dumps({"resources": [resource]})
+
+
+def _tls(file: Path) -> dict[str, Any]:
+    source = {"resource_api_version": "V3", "path_config_source": {"path": str(file)}}
+    certificates = [{"name": _CERTIFICATE, "sds_config": source}]
+    common = {"tls_certificate_sds_secret_configs": certificates, "alpn_protocols": ["h2", "http/1.1"]}
+    kind = "envoy.extensions.transport_sockets.tls.v3.DownstreamTlsContext"
+    return _typed("envoy.transport_sockets.tls", kind, common_tls_context=common)
 
 
 def _endpoint(address: str) -> dict[str, Any]:

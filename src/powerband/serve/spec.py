@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,9 +98,16 @@ class FleetSpec:
     admin_port: int
     tenants: str = ""  # path of tenants.yaml
     threads: int = 1  # Envoy's worker threads
+    tls_cert: str = ""  # path of the certificate chain, in PEM; empty: plain HTTP
+    tls_key: str = ""
     cluster: str = ""  # address of the Ray cluster that runs the replicas; empty: this machine
     capture: bool = False  # record lengths, times and block ids of requests
     capture_text: bool = False  # also record prompts, with addresses, numbers and keys redacted
+
+    @property
+    def url(self) -> str:
+        """Return the address of the fleet."""
+        return f"{'https' if self.tls_cert else 'http'}://{self.host}:{self.port}"
 
     def write(self, folder: Path) -> None:
         """Write the spec into the fleet's folder."""
@@ -132,6 +140,19 @@ class FleetSpec:
     def with_model(self, model: ModelSpec) -> FleetSpec:
         """Return a copy in which this spec replaces the model of the same name."""
         return dataclasses.replace(self, models={**self.models, model.name: model})
+
+
+def check_certificate(cert: str, key: str) -> tuple[str, str]:
+    """Return the absolute paths of a certificate and its key; raise InputError if they do not fit each other."""
+    paths = [str(Path(one).expanduser().resolve()) for one in (cert, key)]
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(paths[0], paths[1])
+    except (OSError, ssl.SSLError) as error:
+        raise InputError(
+            f"the certificate {cert} cannot be used with the key {key}: {error}",
+            hint="give both files in PEM format, the key without a passphrase",
+        ) from None
+    return paths[0], paths[1]
 
 
 def resolve(

@@ -98,7 +98,10 @@ class Supervisor:
             admin_port=self.spec.admin_port,
             picker=self.folder / "picker.sock",
             endpoints=self.folder / "endpoints" / "replicas.json",
+            tls=self.folder / "tls.json" if self.spec.tls_cert else None,
         )
+        if self.spec.tls_cert:
+            (self.folder / "tls.json").write_text(envoy.certificate(self.spec.tls_cert, self.spec.tls_key))
         (self.folder / "envoy.json").write_text(json.dumps(settings, indent=1))
         self._write_endpoints(set())
 
@@ -405,7 +408,7 @@ class Supervisor:
     def status(self) -> dict[str, Any]:
         """Return the content of `status.json`."""
         return {
-            "url": f"http://{self.spec.host}:{self.spec.port}",
+            "url": self.spec.url,
             "pid": os.getpid(),
             "at": time.time(),
             "picker": self.picker.connected,

@@ -83,6 +83,12 @@ class Admission:
             raise RequestRejected(401, "unknown API key", code="invalid_api_key")
         return name
 
+    def allow_metrics(self, authorization: str) -> None:
+        """Raise RequestRejected if the fleet has tenants and the key's tenant may not read the metrics."""
+        name = self.authenticate(authorization)
+        if (tenant := self.tenant(name)) and not tenant.metrics:
+            raise RequestRejected(403, f"tenant {name} may not read the metrics", code="metrics_not_allowed")
+
     def tenant(self, name: str) -> Tenant | None:
         """Return a tenant's limits, or None if it has none."""
         return (self.tenants or {}).get(name)

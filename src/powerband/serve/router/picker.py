@@ -46,6 +46,7 @@ class Picker(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grpc
 
     def __init__(self, scheduler: RequestScheduler, telemetry: Telemetry) -> None:
         self.scheduler, self.telemetry = scheduler, telemetry
+        self._logs = 0  # open access-log streams, one for each of Envoy's threads
 
     async def Process(self, stream: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:  # noqa: N802
         """Handle one request: authenticate its headers, read its body, and route or reject it."""
@@ -99,6 +100,7 @@ class Picker(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grpc
                 return _respond(503, b"not every model has a ready replica", content_type="text/plain")
             return _respond(200, b'{"status": "ok"}')
         if path == "/metrics":
+            self.scheduler.admission.allow_metrics(headers.get("authorization", ""))
             return _respond(200, self.telemetry.exposition(self.scheduler), content_type="text/plain; version=0.0.4")
         if path == "/openapi.json":
             return _respond(200, json.dumps(openapi.document(version=__version__)).encode())
@@ -111,13 +113,16 @@ class Picker(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grpc
 
     async def StreamAccessLogs(self, stream: AsyncIterator[Any], context: Any) -> Any:  # noqa: N802
         """Finish each request that Envoy logs; when Envoy exits, all requests in flight have failed."""
+        self._logs += 1
         try:
             async for message in stream:
                 for entry in message.http_logs.log_entry:
                     if request_id := entry.request.request_headers.get(envoy.REQUEST_ID):
                         self.scheduler.finish(request_id, _outcome(entry))
         finally:
-            self.scheduler.fail_in_flight()
+            self._logs -= 1
+            if not self._logs:
+                self.scheduler.fail_in_flight()
         return als_pb2.StreamAccessLogsResponse()
 
 
