@@ -16,7 +16,7 @@ import httpx
 
 from powerband.core.statistics import wilson
 from powerband.errors import EngineFailed, InputError
-from powerband.serve import FleetSpec, ModelSpec, resolve
+from powerband.serve import FleetSpec, ModelSpec, envoy, resolve
 
 _PROBES = (
     "The capital of France is", "Two plus two is", "Water boils at", "The opposite of hot is",
@@ -136,7 +136,7 @@ async def _run_canary(
     timeout_s: float,
 ) -> tuple[str, int]:
     """Return the reason to roll the canary back, or "", and how many requests it served."""
-    name = current.name
+    name, secret = current.name, FleetSpec.read(folder).relay_secret
     until = time.monotonic() + timeout_s
     probed = False
     answered = 0
@@ -156,7 +156,7 @@ async def _run_canary(
             continue
         if not probed:
             stable = [one["address"] for one in replicas if one["recipe"] == current.recipe and one["address"]]
-            if objection := await _compare_answers(stable[0] if stable else ready[0], ready[0], name):
+            if objection := await _compare_answers(stable[0] if stable else ready[0], ready[0], name, secret):
                 return objection, 0
             probed = True
             await set_weight()
@@ -170,10 +170,11 @@ async def _run_canary(
     return f"the canary served {answered} of {requests} requests before the timeout of {timeout_s:g} s", answered
 
 
-async def _compare_answers(current: str, canary: str, model: str) -> str:
+async def _compare_answers(current: str, canary: str, model: str, secret: str) -> str:
     """Send the probe prompts to both addresses; return the objection if too few answers begin with the same tokens."""
     same = 0
-    async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
+    headers = {envoy.SECRET: secret} if secret else {}
+    async with httpx.AsyncClient(trust_env=False, timeout=60, headers=headers) as http:
 
         async def first_tokens(address: str, prompt: str) -> str:
             body = {"model": model, "prompt": prompt, "max_tokens": 2, "temperature": 0}

@@ -308,7 +308,7 @@ async def test_it_recovers_from_the_death_of_a_part(tmp_path: Path, name: str) -
         before = fleets.processes(fleet)
         killed = fleets.helper(fleet, name)
         killed.kill()
-        assert await answers_again(http, time.monotonic()) < 5
+        assert await answers_again(http, time.monotonic()) < 15  # two when nothing else runs
         after = {one.pid for one in fleets.processes(fleet)}
         await asyncio.sleep(1.0)
         left = [one for one in before if one.is_running() and one.status() != "zombie" and one.pid not in after]

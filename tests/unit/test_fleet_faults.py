@@ -259,20 +259,21 @@ def test_a_host_name_becomes_an_address() -> None:
 EngineEnd = Callable[[socket.socket, int], None]  # called with the engine's connection and the relay's process id
 
 
-def redirect_of(engine: socket.socket | None, act: EngineEnd) -> bytes:
+def relayed(engine: socket.socket | None, act: EngineEnd, *, secret: str = "", header: str = "") -> bytes:
     """Return the relay's response to a request while its engine does something; None: the port of no engine."""
     with ports.reserve("127.0.0.1") as listening, ports.reserve("127.0.0.1") as closed:
         engine_port = engine.getsockname()[1] if engine else closed.number
-        command = relay.command("127.0.0.1", listening.number, engine_port)
-    process = subprocess.Popen(command.argv)
+        command = relay.command("127.0.0.1", listening.number, engine_port, secret)
+    process = subprocess.Popen(command.argv, env={**os.environ, **command.env})
     try:
         with connected(listening.number) as client:
-            client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n{}")
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\n{header}content-length: 2\r\n\r\n{{}}"
+            client.sendall(head.encode())
             if engine:
                 accepted, _ = engine.accept()
                 with accepted:
-                    assert accepted.recv(1000)
-                    act(accepted, process.pid)
+                    if accepted.recv(1000):
+                        act(accepted, process.pid)
             parts = []
             while part := client.recv(1000):
                 parts.append(part)
@@ -308,7 +309,7 @@ def hang(_: socket.socket, relay_pid: int) -> None:
 )
 def test_a_relay_redirects_a_request_whose_engine_failed(act: EngineEnd | None, path: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as engine:
-        found = redirect_of(engine if act else None, act or close)
+        found = relayed(engine if act else None, act or close)
     assert found.startswith(b"HTTP/1.1 307") and f"location: http://picker/{path}\r\n".encode() in found
 
 
@@ -318,5 +319,45 @@ def test_a_relay_ends_a_stream_that_has_begun_with_an_error_event() -> None:
         time.sleep(0.1)
 
     with socket.create_server(("127.0.0.1", 0)) as engine:
-        found = redirect_of(engine, act)
+        found = relayed(engine, act)
     assert found.startswith(b"HTTP/1.1 200") and b"replica_died" in found
+    assert found.endswith(b"0\r\nx-powerband-usage: pieces=0 prompt=0 output=0 broken=1\r\n\r\n")
+
+
+USAGE = b'{"usage": {"prompt_tokens": 12, "total_tokens": 46, "completion_tokens": 34}}'
+
+
+def respond(engine: socket.socket, _: int) -> None:
+    """Send a whole response, in two parts."""
+    engine.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(USAGE) + USAGE[:20])
+    time.sleep(0.1)
+    engine.sendall(USAGE[20:])
+    time.sleep(0.1)
+
+
+def stream(engine: socket.socket, _: int) -> None:
+    """Stream three events, one of them split, and the usage."""
+    engine.sendall(HEAD)
+    for part in (b'data: {"a": 1}\n\n', b'data: {"a": 2}\n\ndata: {"a": 3}\n\n', b"data: " + USAGE + b"\n\n"):
+        framed = b"%x\r\n%s\r\n" % (len(part), part)
+        engine.sendall(framed[:7])
+        time.sleep(0.05)
+        engine.sendall(framed[7:])
+    engine.sendall(b"0\r\n\r\n")
+    time.sleep(0.1)
+
+
+def test_a_relay_counts_what_envoy_reports() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as engine:
+        whole, streamed = relayed(engine, respond), relayed(engine, stream)
+    head, _, body = whole.partition(b"\r\n\r\n")
+    assert body == USAGE and b"\r\nx-powerband-usage: pieces=0 prompt=12 output=34 broken=0" in head
+    assert streamed.endswith(b"0\r\nx-powerband-usage: pieces=4 prompt=12 output=34 broken=0\r\n\r\n")
+
+
+def test_a_relay_with_a_secret_refuses_requests_without_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as engine:
+        for header in ("", "x-powerband-secret: other\r\n", "x-powerband-secret: hiddenX\r\n"):
+            assert relayed(engine, respond, secret="hidden", header=header) == b""
+        found = relayed(engine, respond, secret="hidden", header="x-powerband-secret: hidden\r\n")
+    assert found.endswith(USAGE)

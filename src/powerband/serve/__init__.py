@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -90,7 +91,10 @@ async def fleet(
 
     `tls` has the paths of a certificate and its key; Envoy uses all cores unless `threads` is given.
     """
-    envoy.program()  # report a missing Envoy before anything starts
+    from powerband.serve import relay  # a relay's process runs that module: it must not be imported here
+
+    envoy.program()  # report what is missing before anything starts
+    relay.check()
     models, host = models if cluster else placed(models), ports.resolve(host)
     folder = folder or runs.new_run("serve")
     with ports.reserve(host, port) as public, ports.reserve("127.0.0.1") as admin:
@@ -101,6 +105,7 @@ async def fleet(
             admin.number,
             tenants,
             cluster=cluster,
+            relay_secret=secrets.token_hex(16) if cluster else "",
             threads=threads or len(os.sched_getaffinity(0)),
             tls_cert=tls[0] if tls else "",
             tls_key=tls[1] if tls else "",

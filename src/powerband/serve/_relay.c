@@ -5,6 +5,8 @@
  * whole. If the engine closes the connection before the first body bytes, the relay answers with a redirect that Envoy
  * follows by itself: it asks the picker again, which counts the engines that ended. After the first body bytes the relay
  * ends an event stream with an error event and a normal end of the response.
+ * It counts the events of a stream and reads the tokens of `usage`, for Envoy's access log: in a trailer after chunks, in
+ * a header before a body of known length. With a secret, it closes connections whose request does not have it.
  * SIGUSR1 says that the engine hangs: requests without any body bytes are redirected.
  * One thread, one epoll instance.
  */
@@ -32,6 +34,9 @@
 #define MAX_HEAD 65536
 #define MAX_CHUNK (8 << 20)
 #define PAUSE_MS 100
+#define TAIL 1024 /* bytes at the end of a response that have its `usage` */
+#define USAGE "x-powerband-usage"
+#define SECRET "x-powerband-secret"
 
 static const char FAREWELL[] =
     "data: {\"error\": {\"message\": \"the replica died while it was answering\", \"type\": \"api_error\", "
@@ -57,11 +62,17 @@ struct Pair {
     int state, events, begun, dead;
     int asked;               /* the client has sent a part of a request that has no complete response */
     const char *redirect;    /* to be sent when the request arrives */
+    int trusted;             /* the client sent the secret */
+    Buffer asking;           /* its first bytes until then */
+    long pieces;             /* events of the stream so far */
+    char tail[TAIL];         /* the last bytes of the body */
+    size_t tailed;
     Pair *before, *after;    /* in the list of all living pairs */
     Pair *next_dead;
 };
 
 static int poller = -1;
+static const char *secret = NULL;
 static Pair *living = NULL, *graveyard = NULL;
 
 static int grow(Buffer *buffer, const char *data, size_t size) {
@@ -155,6 +166,41 @@ static int contains(const char *value, size_t size, const char *word) {
     return 0;
 }
 
+/* Keep the last bytes of a body, and count the events of a stream. */
+static void observe(Pair *pair, const char *body, size_t size) {
+    const char *at = body, *end = body + size;
+    while ((at = memmem(at, (size_t)(end - at), "data: {", 7))) {
+        pair->pieces++;
+        at += 7;
+    }
+    if (size >= TAIL) {
+        memcpy(pair->tail, end - TAIL, TAIL);
+        pair->tailed = TAIL;
+        return;
+    }
+    size_t kept = pair->tailed + size > TAIL ? TAIL - size : pair->tailed;
+    memmove(pair->tail, pair->tail + pair->tailed - kept, kept);
+    memcpy(pair->tail + kept, body, size);
+    pair->tailed = kept + size;
+}
+
+/* Return the number after the last occurrence of a name in the tail; 0: there is none. */
+static long number_of(const Pair *pair, const char *name) {
+    const char *at = pair->tail, *end = pair->tail + pair->tailed, *last = NULL;
+    size_t size = strlen(name);
+    while ((at = memmem(at, (size_t)(end - at), name, size))) last = at += size;
+    long found = 0;
+    while (last && last < end && *last == ' ') last++;
+    for (; last && last < end && *last >= '0' && *last <= '9' && found < 1000000000; last++) found = 10 * found + *last - '0';
+    return found;
+}
+
+/* Write the line with the usage of a response; broken: it ended with an error event. */
+static int usage_line(const Pair *pair, char *line, size_t room, int broken) {
+    return snprintf(line, room, USAGE ": pieces=%ld prompt=%ld output=%ld broken=%d\r\n", pair->pieces,
+                    number_of(pair, "\"prompt_tokens\":"), number_of(pair, "\"completion_tokens\":"), broken);
+}
+
 static int pass(Pair *pair, size_t size) {
     if (grow(&pair->client.out, pair->in.data + pair->in.start, size)) return -1;
     take(&pair->in, size);
@@ -197,6 +243,19 @@ static int digest(Pair *pair) {
         size_t there = pair->in.size - pair->head;
         if (pair->state == LENGTH) {
             if (!there && pair->left) return 0;
+            if (pair->head && pair->left <= MAX_CHUNK) { /* whole, so that the headers can have the usage */
+                if ((long long)there < pair->left) return 0;
+                char line[128];
+                pair->pieces = pair->tailed = 0;
+                observe(pair, body, (size_t)pair->left);
+                pair->pieces = 0;
+                int size = usage_line(pair, line, sizeof line, 0);
+                size_t rest = pair->head - 2; /* the empty line follows the usage */
+                pair->head = 0;
+                if (pass(pair, rest) || grow(&pair->client.out, line, (size_t)size)) return -1;
+                if (pass(pair, 2 + (size_t)pair->left)) return -1;
+                goto complete;
+            }
             size_t part = (long long)there < pair->left ? there : (size_t)pair->left;
             if (pass(pair, pair->head + part)) return -1;
             pair->head = 0;
@@ -210,22 +269,31 @@ static int digest(Pair *pair) {
             if (stop == body || size > MAX_CHUNK) return -1;
             size_t whole = (size_t)(line - body) + 2 + (size_t)size + 2;
             if (!size) { /* trailers end with an empty line */
-                char *end = memmem(line, there - (size_t)(line - body), "\r\n\r\n", 4);
+                char *end = memmem(line, there - (size_t)(line - body), "\r\n\r\n", 4), trailer[128];
                 if (!end) return there > MAX_HEAD ? -1 : 0;
                 whole = (size_t)(end - body) + 4;
+                int more = usage_line(pair, trailer, sizeof trailer, 0);
+                size_t first = pair->head + (size_t)(line - body) + 2;
+                if (pass(pair, first) || grow(&pair->client.out, trailer, (size_t)more)) return -1;
+                if (pass(pair, pair->head + whole - first)) return -1;
+                goto complete;
             } else if (there < whole) return 0;
+            observe(pair, line + 2, (size_t)size);
             if (pass(pair, pair->head + whole)) return -1;
             pair->head = 0;
             pair->begun = 1;
-            if (size) continue;
+            continue;
         } else {
             if (!there) return 0;
             pair->begun = 1;
             pair->head = 0;
             return pass(pair, pair->in.size);
         }
-        pair->state = HEAD; /* the response is complete; the connection may carry another */
+    complete: /* the connection may carry another response */
+        pair->state = HEAD;
+        pair->head = pair->tailed = 0;
         pair->begun = pair->asked = 0;
+        pair->pieces = 0;
     }
 }
 
@@ -254,14 +322,15 @@ static void engine_gone(Pair *pair, int error) {
         return;
     }
     if (pair->begun && pair->state == CHUNKED && pair->events) {
-        char frame[sizeof FAREWELL + 32];
-        int size = snprintf(frame, sizeof frame, "%zx\r\n%s\r\n0\r\n\r\n", sizeof FAREWELL - 1, FAREWELL);
+        char frame[sizeof FAREWELL + 160], line[128];
+        usage_line(pair, line, sizeof line, 1);
+        int size = snprintf(frame, sizeof frame, "%zx\r\n%s\r\n0\r\n%s\r\n", sizeof FAREWELL - 1, FAREWELL, line);
         if (grow(&pair->client.out, frame, (size_t)size)) { bury(pair, 1); return; }
     } else if (!idle && !(pair->state == UNTIL_CLOSE && pair->begun)) {
         bury(pair, 1);
         return;
     }
-    if (flush(&pair->client) || !pair->client.out.size) { bury(pair, idle && !pair->begun); return; }
+    if (flush(&pair->client) || !pair->client.out.size) { bury(pair, 0); return; }
     close(pair->engine.fd); /* the rest is sent when the client socket becomes writable */
     pair->engine.fd = -1;
     pair->client.shut = 1;
@@ -275,16 +344,39 @@ static void from_engine(Pair *pair, char *scratch) {
     if (grow(&pair->in, scratch, (size_t)got) || digest(pair) || flush(&pair->client)) bury(pair, 1);
 }
 
+/* Return 1 if the request has the secret, 0 if its headers are incomplete, -1 if it must be refused. */
+static int authorize(Pair *pair, const char *data, size_t got) {
+    if (grow(&pair->asking, data, got)) return -1;
+    char *end = memmem(pair->asking.data, pair->asking.size, "\r\n\r\n", 4);
+    if (!end) return pair->asking.size > MAX_HEAD ? -1 : 0;
+    size_t length = 0, wanted = strlen(secret), different = 0;
+    const char *value = header(pair->asking.data, (size_t)(end - pair->asking.data) + 2, SECRET, &length);
+    while (value && length && (value[length - 1] == '\r' || value[length - 1] == '\n')) length--;
+    if (!value || length != wanted) return -1;
+    for (size_t i = 0; i < wanted; i++) different |= (size_t)(value[i] ^ secret[i]); /* as long for each wrong value */
+    if (different) return -1;
+    pair->trusted = 1;
+    return 1;
+}
+
 static void from_client(Pair *pair, char *scratch) {
     ssize_t got = recv(pair->client.fd, scratch, READ_SIZE, 0);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
     if (got <= 0) { bury(pair, 0); return; } /* the client disconnected: closing the engine connection aborts the request */
+    const char *data = scratch;
+    if (secret && !pair->trusted) {
+        int trust = authorize(pair, scratch, (size_t)got);
+        if (trust < 0) bury(pair, 0);
+        if (trust <= 0) return;
+        data = pair->asking.data;
+        got = (ssize_t)pair->asking.size;
+    }
     pair->asked = 1;
     if (pair->engine.fd < 0) { /* redirected: the rest of the request is of no use */
         if (pair->redirect) redirect(pair, pair->redirect);
         return;
     }
-    if (grow(&pair->engine.out, scratch, (size_t)got)) { bury(pair, 1); return; }
+    if (grow(&pair->engine.out, data, (size_t)got)) { bury(pair, 1); return; }
     if (flush(&pair->engine)) engine_gone(pair, errno);
 }
 
@@ -374,6 +466,7 @@ static void serve(int listener, const struct sockaddr_in *engine) {
             free(pair->in.data);
             free(pair->client.out.data);
             free(pair->engine.out.data);
+            free(pair->asking.data);
             free(pair);
         }
     }
@@ -384,6 +477,8 @@ static PyObject *run(PyObject *module, PyObject *args) {
     struct sockaddr_in engine = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     if (!PyArg_ParseTuple(args, "ii", &listener, &port)) return NULL;
     engine.sin_port = htons((uint16_t)port);
+    secret = getenv("POWERBAND_RELAY_SECRET");
+    if (secret && !*secret) secret = NULL;
     Py_BEGIN_ALLOW_THREADS
     serve(listener, &engine);
     Py_END_ALLOW_THREADS

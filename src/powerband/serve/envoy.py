@@ -16,49 +16,14 @@ REQUEST_ID, RECIPE, REPLICA = "x-powerband-ticket", "x-powerband-recipe", "x-pow
 ORIGINAL_URL = "x-envoy-original-url"  # set by Envoy after an internal redirect
 INTERNAL_REDIRECT = "internal_redirect"  # response_code_details of a request that Envoy sends to the picker again
 INTERNAL_HEADERS = (DESTINATION, REQUEST_ID, RECIPE, REPLICA)
-METADATA = "powerband"  # namespace of the Lua filter's dynamic metadata in the access log
+USAGE = "x-powerband-usage"  # what the relay counted: a header of a whole response, a trailer of a stream
+SECRET = "x-powerband-secret"  # between Envoy and the relays on other machines
 
 _CERTIFICATE = "fleet"
 _MAX_WAIT_S = 600
 _MAX_BODY_BYTES = 8 * 2**20
 _RETRIES = 2  # the addresses of a routing decision: the replica, and two more if no relay answers there
 _MAX_REDIRECTS = 10  # dispatches after the first, while relays say that their engine failed
-
-# A Lua filter measures the first and last body chunk and counts stream events, so that no token passes through Python.
-# An engine may send its response headers long before the first token: TTFT is the time of the first body chunk. The
-# filter runs for every token, so it reads the clock only twice and keeps only the last chunks, which hold `usage`.
-_LUA_FILTER = """
-local find = string.find
-local function now(handle)
-  return tonumber(handle:timestampString(EnvoyTimestampResolution.MICROSECOND))
-end
-function envoy_on_response(handle)
-  local first, pieces, before, text, newest = 0, 0, "", "", ""
-  for chunk in handle:bodyChunks() do
-    local size = chunk:length()
-    if size > 0 then
-      if first == 0 then first = now(handle) end
-      before, text, newest = text, newest, chunk:getBytes(0, size)
-      local at = find(newest, "data: {", 1, true)
-      while at do
-        pieces = pieces + 1
-        at = find(newest, "data: {", at + 7, true)
-      end
-    end
-  end
-  local last = first > 0 and now(handle) or 0
-  local tail = string.sub(before .. text .. newest, -600)
-  local prompt = string.match(tail, '"prompt_tokens":%s*(%d+)')
-  local output = string.match(tail, '"completion_tokens":%s*(%d+)')
-  local meta = handle:streamInfo():dynamicMetadata()
-  meta:set("NAME", "first", first)
-  meta:set("NAME", "last", last)
-  meta:set("NAME", "pieces", pieces)
-  meta:set("NAME", "prompt", tonumber(prompt) or 0)
-  meta:set("NAME", "output", tonumber(output) or 0)
-  meta:set("NAME", "broken", find(tail, '"code": "replica_died"', 1, true) and 1 or 0)
-end
-""".replace("NAME", METADATA)
 
 
 def program() -> str:
@@ -78,13 +43,13 @@ def program() -> str:
 
 
 def bootstrap(
-    *, host: str, port: int, admin_port: int, picker: Path, endpoints: Path, tls: Path | None = None
+    *, host: str, port: int, admin_port: int, picker: Path, endpoints: Path, tls: Path | None = None, secret: str = ""
 ) -> dict[str, Any]:
     """Return Envoy's bootstrap configuration; it watches the file `endpoints` for the replicas.
 
     With `tls`, a file that `certificate` wrote, the listener speaks only TLS.
     """
-    chain: dict[str, Any] = {"filters": [_connection_manager()]}
+    chain: dict[str, Any] = {"filters": [_connection_manager(secret)]}
     if tls:
         chain["transport_socket"] = _tls(tls)
     return {
@@ -146,7 +111,7 @@ def _typed(name: str, kind: str, **more: Any) -> dict[str, Any]:
     return {"name": name, "typed_config": {"@type": f"type.googleapis.com/{kind}", **more}}
 
 
-def _connection_manager() -> dict[str, Any]:
+def _connection_manager(secret: str) -> dict[str, Any]:
     filters = "envoy.extensions.filters.http"
     return _typed(
         "envoy.filters.network.http_connection_manager",
@@ -178,13 +143,10 @@ def _connection_manager() -> dict[str, Any]:
                 failure_mode_allow=False,
                 mutation_rules={"allow_all_routing": True},
             ),
-            _typed(
-                "envoy.filters.http.lua", f"{filters}.lua.v3.Lua", default_source_code={"inline_string": _LUA_FILTER}
-            ),
             _typed("envoy.filters.http.router", f"{filters}.router.v3.Router", suppress_envoy_headers=True),
         ],
         route_config={
-            "virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [_route()]}],
+            "virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [_route(secret)]}],
         },
     )
 
@@ -201,7 +163,8 @@ def _error_format() -> dict[str, Any]:
     return {"filter": {"or_filter": {"filters": filters}}, "body_format_override": {"json_format": body}}
 
 
-def _route() -> dict[str, Any]:
+def _route(secret: str) -> dict[str, Any]:
+    request_headers = {SECRET: secret} if secret else {}
     response_headers = {RECIPE: f"%REQ({RECIPE})%", REPLICA: f"%REQ({REPLICA})%"}
     return {
         "match": {"prefix": "/"},
@@ -219,11 +182,16 @@ def _route() -> dict[str, Any]:
                 "retry_back_off": {"base_interval": "0.005s", "max_interval": "0.02s"},
             },
         },
-        "response_headers_to_add": [
-            {"header": {"key": key, "value": value}, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}
-            for key, value in response_headers.items()
-        ],
+        "request_headers_to_add": _overwrite(request_headers),
+        "response_headers_to_add": _overwrite(response_headers),
     }
+
+
+def _overwrite(headers: dict[str, str]) -> list[dict[str, Any]]:
+    return [
+        {"header": {"key": key, "value": value}, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}
+        for key, value in headers.items()
+    ]
 
 
 def _access_log() -> dict[str, Any]:
@@ -238,12 +206,15 @@ def _access_log() -> dict[str, Any]:
             "buffer_size_bytes": 0,
         },
         additional_request_headers_to_log=[REQUEST_ID],
+        additional_response_headers_to_log=[USAGE],
+        additional_response_trailers_to_log=[USAGE],
     )
 
 
 def _http(version: str, **more: Any) -> dict[str, Any]:
     options = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
-    explicit: dict[str, Any] = {"explicit_http_config": {f"{version}_protocol_options": {}}}
+    trailers = {"enable_trailers": True} if version == "http" else {}
+    explicit: dict[str, Any] = {"explicit_http_config": {f"{version}_protocol_options": trailers}}
     return {options: {"@type": f"type.googleapis.com/{options}", **explicit, **more}}
 
 

@@ -13,16 +13,22 @@ import socket
 import sys
 
 from powerband.core.engine import Command
+from powerband.errors import EngineMissing
 
 
-def compiled() -> bool:
-    """Tell whether the C extension is installed; without it a crash closes the stream with no error event."""
-    return importlib.util.find_spec("powerband.serve._relay") is not None
+def check() -> None:
+    """Raise EngineMissing if the C extension is not installed."""
+    if importlib.util.find_spec("powerband.serve._relay") is None:
+        raise EngineMissing(
+            "the relay of 'serve' was not compiled when Powerband was installed",
+            hint="install a C compiler, then run: pip install --force-reinstall --no-deps powerband",
+        )
 
 
-def command(host: str, port: int, engine_port: int) -> Command:
-    """Return the command that starts a relay."""
-    return Command(argv=(sys.executable, "-m", "powerband.serve.relay", host, str(port), str(engine_port)))
+def command(host: str, port: int, engine_port: int, secret: str = "") -> Command:
+    """Return the command that starts a relay; with a secret it refuses requests without it."""
+    argv = (sys.executable, "-m", "powerband.serve.relay", host, str(port), str(engine_port))
+    return Command(argv=argv, env={"POWERBAND_RELAY_SECRET": secret} if secret else {})
 
 
 def redirect_waiting(pid: int) -> None:

@@ -101,6 +101,7 @@ class FleetSpec:
     tls_cert: str = ""  # path of the certificate chain, in PEM; empty: plain HTTP
     tls_key: str = ""
     cluster: str = ""  # address of the Ray cluster that runs the replicas; empty: this machine
+    relay_secret: str = ""  # that relays on other machines ask of Envoy
     capture: bool = False  # record lengths, times and block ids of requests
     capture_text: bool = False  # also record prompts, with addresses, numbers and keys redacted
 

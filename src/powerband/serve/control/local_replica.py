@@ -41,40 +41,39 @@ async def run_replica(
     *,
     host: str = "127.0.0.1",
     port: int | None = None,
+    secret: str = "",
     on_placed: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[RunningReplica]:
     """Start a replica of a deployment, and yield it once it is ready; on the given port if that is free.
 
-    `on_placed` is called when the replica has its devices.
+    The relay refuses requests without the `secret`, if there is one. `on_placed` is called when the replica has its
+    devices.
     """
     directory.mkdir(parents=True, exist_ok=True)
     prepared = await asyncio.to_thread(local.prepare, engines.deployment_of(data))
     async with contextlib.AsyncExitStack() as stack:
         launching = local.launch(prepared, directory=directory, on_change=lambda *_: on_placed())
         replica = await stack.enter_async_context(launching)
-        listen_port, relay_process = replica.port, None
-        assert listen_port is not None
-        if relay.compiled():
-            reserved = stack.enter_context(_reserve(host, port))
-            command = relay.command(host, reserved.number, listen_port)
-            relay_process = await stack.enter_async_context(Process(command, log=directory / "relay.log"))
-            await _wait_listening(host, reserved.number, relay_process)
-            listen_port = reserved.number
+        assert replica.port is not None
+        reserved = stack.enter_context(_reserve(host, port))
+        command = relay.command(host, reserved.number, replica.port, secret)
+        relay_process = await stack.enter_async_context(Process(command, log=directory / "relay.log"))
+        await _wait_listening(host, reserved.number, relay_process)
 
         async def wait_ended() -> None:
-            await _wait_first([replica.watch(), *([relay_process.exited.wait()] if relay_process else [])])
+            await _wait_first([replica.watch(), relay_process.exited.wait()])
 
         async def gauges() -> dict[str, float]:
             return (await replica.gauges()).model_dump(exclude_none=True)
 
         def redirect_waiting() -> None:
-            if relay_process and relay_process.pid:
+            if relay_process.pid:
                 relay.redirect_waiting(relay_process.pid)
 
         pid = replica.process.pid if replica.process else None
         gpus = tuple(gpu.index for gpu in replica.allocation.gpus)
         yield RunningReplica(
-            f"{host}:{listen_port}", replica.url, pid, wait_ended, gauges, replica.responds, redirect_waiting, gpus
+            f"{host}:{reserved.number}", replica.url, pid, wait_ended, gauges, replica.responds, redirect_waiting, gpus
         )
         await asyncio.sleep(_RELAY_FLUSH_S)
 

@@ -24,7 +24,7 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES
 class ReplicaActor:
     """Ray actor that runs one replica; the replica's processes end with the actor."""
 
-    async def run(self, data: dict[str, Any], directory: str, over_nodes: bool) -> dict[str, Any]:
+    async def run(self, data: dict[str, Any], directory: str, over_nodes: bool, secret: str) -> dict[str, Any]:
         """Start a replica on this node, and return its address, engine URL, pid and GPUs once it is ready."""
         ray = ray_cluster.library()
         if over_nodes:  # Ray hides all GPUs from an actor without GPUs
@@ -33,8 +33,8 @@ class ReplicaActor:
             os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # for the engine's Ray executor
         self._stack = contextlib.AsyncExitStack()
         host = ray.util.get_node_ip_address()
-        replica = await self._stack.enter_async_context(local_replica.run_replica(data, Path(directory), host=host))
-        self._replica = replica
+        running = local_replica.run_replica(data, Path(directory), host=host, secret=secret)
+        self._replica = replica = await self._stack.enter_async_context(running)
         about = ("address", "engine_url", "pid", "gpus")
         return {name: getattr(replica, name) for name in about}
 
@@ -61,7 +61,7 @@ class ReplicaActor:
 
 @contextlib.asynccontextmanager
 async def run_replica(
-    data: dict[str, Any], directory: Path, *, gpus: int = 0, over_nodes: bool = False
+    data: dict[str, Any], directory: Path, *, gpus: int = 0, over_nodes: bool = False, secret: str = ""
 ) -> AsyncIterator[local_replica.RunningReplica]:
     """Start a replica on a node with enough free resources, and yield it once it is ready."""
     ray = ray_cluster.library()
@@ -72,7 +72,7 @@ async def run_replica(
     actor = ray.remote(ReplicaActor).options(**options).remote()
     try:
         try:
-            started = await actor.run.remote(data, str(directory), over_nodes)
+            started = await actor.run.remote(data, str(directory), over_nodes, secret)
         except ray.exceptions.RayError as error:
             raise EngineFailed(
                 ray_cluster.remote_error_message(error), hint="check the nodes with 'ray status'", failure="crashed"

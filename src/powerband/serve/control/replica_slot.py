@@ -27,10 +27,18 @@ class ReplicaSlot:
     """Keeps one replica running: restarts it with exponential back-off until the slot is stopped."""
 
     def __init__(
-        self, name: str, pool: str, model_spec: ModelSpec, folder: Path, *, on_ray: bool, on_change: Callable[[], None]
+        self,
+        name: str,
+        pool: str,
+        model_spec: ModelSpec,
+        folder: Path,
+        *,
+        on_change: Callable[[], None],
+        on_ray: bool = False,
+        secret: str = "",
     ) -> None:
         self.name, self.pool, self.model_spec, self.folder = name, pool, model_spec, folder
-        self.on_ray, self.on_change = on_ray, on_change
+        self.on_ray, self.secret, self.on_change = on_ray, secret, on_change
         self.replica: local_replica.RunningReplica | None = None
         self._port: int | None = None  # reused after a restart, because retried requests may still go to it
         self.draining = False
@@ -142,7 +150,9 @@ class ReplicaSlot:
             from powerband.serve.control import ray_replica
 
             spec = self.model_spec
-            return ray_replica.run_replica(data, directory, gpus=spec.devices, over_nodes=spec.over_nodes)
+            return ray_replica.run_replica(
+                data, directory, gpus=spec.devices, over_nodes=spec.over_nodes, secret=self.secret
+            )
         return local_replica.run_replica(data, directory, port=self._port, on_placed=self._on_placed)
 
     def _on_placed(self) -> None:

@@ -99,6 +99,7 @@ class Supervisor:
             picker=self.folder / "picker.sock",
             endpoints=self.folder / "endpoints" / "replicas.json",
             tls=self.folder / "tls.json" if self.spec.tls_cert else None,
+            secret=self.spec.relay_secret,
         )
         if self.spec.tls_cert:
             (self.folder / "tls.json").write_text(envoy.certificate(self.spec.tls_cert, self.spec.tls_key))
@@ -116,6 +117,7 @@ class Supervisor:
             model_spec,
             self.folder,
             on_ray=bool(self.spec.cluster),
+            secret=self.spec.relay_secret,
             on_change=self.changed.set,
         )
         slot.warm = warm

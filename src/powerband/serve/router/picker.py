@@ -189,28 +189,27 @@ def _respond(
 
 
 def _outcome(entry: Any) -> RequestOutcome:
-    """Parse an access-log entry and the metadata that the Lua filter added to it."""
-    common = entry.common_properties
+    """Parse an access-log entry, with what the relay counted. The relay sends the headers with the first token."""
+    common, response = entry.common_properties, entry.response
+    text = response.response_trailers.get(envoy.USAGE) or response.response_headers.get(envoy.USAGE, "")
+    usage = {name: int(value) for name, _, value in (one.partition("=") for one in text.split()) if value.isdigit()}
     flags = common.response_flags
-    metadata = common.metadata.filter_metadata
-    fields = metadata[envoy.METADATA].fields if envoy.METADATA in metadata else {}
-    values = {name: value.number_value for name, value in fields.items()}
-    start_us = common.start_time.seconds * 1e6 + common.start_time.nanos / 1e3
-    first_us, last_us = values.get("first", 0.0), values.get("last", 0.0)
     return RequestOutcome(
-        status=entry.response.response_code.value,
-        output_tokens=int(values.get("output", 0) or values.get("pieces", 0)),
-        prompt_tokens=int(values.get("prompt", 0)),
-        ttft_s=(first_us - start_us) / 1e6 if first_us else None,
-        last_token_s=(last_us - start_us) / 1e6 if last_us else None,
-        e2e_s=_seconds(common.time_to_last_downstream_tx_byte),
-        broken=bool(values.get("broken")) or flags.upstream_connection_termination or flags.upstream_remote_reset,
-        retried=entry.response.response_code_details == envoy.INTERNAL_REDIRECT,
+        status=response.response_code.value,
+        output_tokens=usage.get("output") or usage.get("pieces", 0),
+        prompt_tokens=usage.get("prompt", 0),
+        ttft_s=_seconds(common, "time_to_first_upstream_rx_byte"),
+        last_token_s=_seconds(common, "time_to_last_upstream_rx_byte"),
+        e2e_s=_seconds(common, "time_to_last_downstream_tx_byte"),
+        broken=bool(usage.get("broken")) or flags.upstream_connection_termination or flags.upstream_remote_reset,
+        retried=response.response_code_details == envoy.INTERNAL_REDIRECT,
     )
 
 
-def _seconds(duration: Any) -> float:
-    return float(duration.seconds + duration.nanos / 1e9)
+def _seconds(common: Any, name: str) -> float | None:
+    """Return a duration of an access-log entry; None if it was not measured."""
+    duration = getattr(common, name)
+    return float(duration.seconds + duration.nanos / 1e9) if common.HasField(name) else None
 
 
 async def _serve_control(
