@@ -38,6 +38,7 @@ from powerband.serve.spec import FleetSpec, ModelSpec
 from powerband.store import documents
 
 _OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+_NO_BODY = ":no-body"  # no header of a client has this name
 _EXPIRE_INTERVAL_S, _SUMMARY_INTERVAL_S = 0.02, 0.25
 
 
@@ -48,38 +49,35 @@ class Picker(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grpc
         self.scheduler, self.telemetry = scheduler, telemetry
         self._logs = 0  # open access-log streams, one for each of Envoy's threads
 
-    async def Process(self, stream: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:  # noqa: N802
+    async def Process(self, _: AsyncIterator[Any], context: Any) -> None:  # noqa: N802
         """Handle one request: authenticate its headers, read its body, and route or reject it."""
-        headers: dict[str, str] = {}
-        tenant, request_id, delivered = "", secrets.token_hex(8), True
-        earlier: FailedAttempts | None = None
+        request_id, delivered = secrets.token_hex(8), True
         try:
-            async for message in stream:
-                if message.HasField("request_headers"):
-                    headers = _headers(message.request_headers.headers)
-                    path = headers.get(":path", "").partition("?")[0]
-                    if earlier := self._failed_attempts(path, headers):
-                        tenant, headers[":path"] = earlier.tenant, earlier.path
-                        yield _accept_headers(request_id, path=earlier.path)
-                        continue
-                    if answer := self._serve_locally(path, headers):
-                        yield answer
-                        return
-                    tenant = self.scheduler.admission.authenticate(headers.get("authorization", ""))
-                    _expect_post(path, headers, has_body=not message.request_headers.end_of_stream)
-                    yield _accept_headers(request_id)
-                elif message.HasField("request_body"):
-                    body = message.request_body.body
-                    decision = await self.scheduler.pick(
-                        body, request_id=request_id, tenant=tenant, headers=headers, earlier=earlier
-                    )
-                    delivered = False
-                    yield _route_to(decision)
-                    delivered = True
-                    return
+            if (message := await context.read()) is grpc.aio.EOF:
+                return
+            headers = _headers(message.request_headers)
+            path = headers.get(":path", "").partition("?")[0]
+            if earlier := self._failed_attempts(path, headers):
+                tenant, headers[":path"] = earlier.tenant, earlier.path
+                await context.write(_accept_headers(request_id, path=earlier.path))
+            elif answer := self._serve_locally(path, headers):
+                await context.write(answer)
+                return
+            else:
+                tenant = self.scheduler.admission.authenticate(headers.get("authorization", ""))
+                _expect_post(path, headers)
+                await context.write(_accept_headers(request_id))
+            if (message := await context.read()) is grpc.aio.EOF:
+                return  # the client is gone
+            decision = await self.scheduler.pick(
+                message.request_body.body, request_id=request_id, tenant=tenant, headers=headers, earlier=earlier
+            )
+            delivered = False
+            await context.write(_route_to(decision))
+            delivered = True
         except RequestRejected as error:
             self.telemetry.count_rejection(error)
-            yield _respond(error.status, error.body, retry_after_s=error.retry_after_s)
+            await context.write(_respond(error.status, error.body, retry_after_s=error.retry_after_s))
         finally:
             if not delivered:  # Envoy closed the stream before it read the decision
                 self.scheduler.finish(request_id, RequestOutcome(status=0))
@@ -127,15 +125,17 @@ class Picker(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grpc
 
 
 def _headers(message: Any) -> dict[str, str]:
-    return {one.key: one.raw_value.decode("latin-1") or one.value for one in message.headers}
+    """Return the headers of a request; without a body it has `end_of_stream`."""
+    found = {one.key: one.raw_value.decode("latin-1") or one.value for one in message.headers.headers}
+    return found | {_NO_BODY: "true"} if message.end_of_stream else found
 
 
-def _expect_post(path: str, headers: Mapping[str, str], *, has_body: bool) -> None:
+def _expect_post(path: str, headers: Mapping[str, str]) -> None:
     if path not in requests.PATHS:
         raise RequestRejected(404, f"there is no path {path}", code="path_not_found")
     if headers.get(":method") != "POST":
         raise RequestRejected(405, f"{path} accepts only POST", code="method_not_allowed")
-    if not has_body:
+    if _NO_BODY in headers:
         raise RequestRejected(400, "the request has no body", code="invalid_json")
 
 
@@ -150,12 +150,24 @@ def _accept_headers(request_id: str, *, path: str = "") -> Any:
 
     `path` replaces the path of a redirect.
     """
-    mutation = wire.HeaderMutation(
-        remove_headers=(*envoy.INTERNAL_HEADERS, envoy.ORIGINAL_URL, "authorization"),
-        set_headers=[_header(envoy.REQUEST_ID, request_id), *([_header(":path", path)] if path else [])],
+    response = wire.ProcessingResponse()
+    response.CopyFrom(_REMOVE_HEADERS)
+    added = response.request_headers.response.header_mutation.set_headers
+    added.append(_header(envoy.REQUEST_ID, request_id))
+    if path:
+        added.append(_header(":path", path))
+    return response
+
+
+_REMOVE_HEADERS = wire.ProcessingResponse(
+    request_headers=wire.HeadersResponse(
+        response=wire.CommonResponse(
+            header_mutation=wire.HeaderMutation(
+                remove_headers=(*envoy.INTERNAL_HEADERS, envoy.ORIGINAL_URL, "authorization")
+            )
+        )
     )
-    response = wire.CommonResponse(header_mutation=mutation)
-    return wire.ProcessingResponse(request_headers=wire.HeadersResponse(response=response))
+)
 
 
 def _route_to(decision: RoutingDecision) -> Any:
