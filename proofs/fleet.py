@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
+import ssl
 import statistics
 import time
 from collections.abc import AsyncIterator
@@ -66,12 +67,12 @@ def written(folder: Path, **models: dict[str, Any]) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def running(path: Path) -> AsyncIterator[Fleet]:
+async def running(path: Path, *, tls: tuple[str, str] | None = None) -> AsyncIterator[Fleet]:
     """Run a fleet until it is ready."""
     models, tenants = serve.resolve(path)
     folder = path.parent / f"run-{time.time_ns()}"
     folder.mkdir()
-    async with serve.fleet(models, tenants=tenants, folder=folder) as fleet:
+    async with serve.fleet(models, tenants=tenants, folder=folder, tls=tls) as fleet:
         await fleet.wait_until_ready(300)
         yield fleet
 
@@ -125,7 +126,8 @@ async def ask(
 def client(fleet: Fleet) -> httpx.AsyncClient:
     """Return a client with as many connections as it needs."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
-    return httpx.AsyncClient(base_url=fleet.url, trust_env=False, timeout=120, limits=limits)
+    trusted = ssl.create_default_context(cafile=fleet.spec.tls_cert) if fleet.spec.tls_cert else False
+    return httpx.AsyncClient(base_url=fleet.url, trust_env=False, timeout=120, limits=limits, verify=trusted)
 
 
 def cpu_s(fleet: Fleet) -> float:

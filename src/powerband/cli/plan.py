@@ -146,7 +146,8 @@ def _calibrate(model: str, engine: str | None) -> None:
         source=f"{len(seen)} probes of {deployment.served_name} on this machine",
         engine_version=prepared.installation.version,
     )
-    console.print(f"mixed-load factor {found.mixed_load_factor:.2f}; saved to {calibration.save(found)}")
+    factors = f"mixed-load factor {found.mixed_load_factor:.2f}, TPOT tail {found.tpot_tail:.2f}"
+    console.print(f"{factors}; saved to {calibration.save(found)}")
 
 
 def _write(found: Plan, folder: Path) -> None:

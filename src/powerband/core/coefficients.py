@@ -78,6 +78,9 @@ class Coefficients(Document):
     mixed_load_factor: Share = Field(
         default=1.0, description="step time with requests of mixed lengths relative to requests of equal length"
     )
+    tpot_tail: Share = Field(
+        default=1.0, description="p90 of TPOT under mixed load relative to the simulated one; for p75 and above"
+    )
     collective_s: float = Field(default=0.0, ge=0, description="latency of one collective operation between devices")
     all_reduce_bandwidth: Share = Field(default=0.6, description="share of the link bandwidth reached by all-reduce")
     all_to_all_bandwidth: Share = Field(

@@ -99,8 +99,9 @@ def plan(spec: PlanSpec) -> Plan:
             estimate = predict.fluid_estimate(server, requests.lengths, spec.slo)
             fitting.append(FittingOption(found, server, estimate, quality))
     ranked: list[tuple[Candidate, FittingOption]] = []
+    shares: dict[tuple[str, str | None], float] = {}
     for one in _to_simulate(fitting, spec):
-        if (candidate := _simulated(one, requests, spec)) is None:
+        if (candidate := _simulated(one, requests, spec, shares)) is None:
             rejections.append(_too_slow(_corrected(one, requests.lengths, spec.slo), requests, spec.slo))
         else:
             ranked.append((candidate, one))
@@ -108,7 +109,7 @@ def plan(spec: PlanSpec) -> Plan:
     candidates = [candidate for candidate, _ in ranked]
     for number, (candidate, one) in enumerate(ranked[:_REFINED]):
         if larger := one.option.with_default_batch():
-            again = _simulated(_with(larger, one), requests, spec)
+            again = _simulated(_with(larger, one), requests, spec, shares)
             candidates[number] = min(filter(None, (candidate, again)), key=_rank)
     candidates.sort(key=_rank)
     return Plan(
@@ -128,10 +129,19 @@ def _rank(one: Candidate) -> tuple[bool, float]:
     return not one.documented, one.usd_per_1m_tokens.value
 
 
-def _simulated(uncorrected: FittingOption, requests: Requests, spec: PlanSpec) -> Candidate | None:
-    """Return the candidate of an option; None if it misses the SLO at every rate."""
+def _simulated(
+    uncorrected: FittingOption, requests: Requests, spec: PlanSpec, shares: dict[tuple[str, str | None], float]
+) -> Candidate | None:
+    """Return the candidate of an option; None if it misses the SLO at every rate.
+
+    `shares` has the last max rate of each engine and device, as a share of its fluid estimate: most are near it.
+    """
     one = _corrected(uncorrected, requests.lengths, spec.slo)
-    predicted = predict.max_rate(one.server, requests, spec.slo, estimate=one.estimate)
+    like = (one.option.engine, one.option.offer.device.name)
+    share = shares.get(like, 0.0)
+    predicted = predict.max_rate(one.server, requests, spec.slo, estimate=one.estimate, share=share)
+    if predicted:
+        shares[like] = predicted.rate_per_s / one.estimate.rate_per_s
     return _candidate(one, predicted, requests, spec) if predicted else None
 
 
@@ -321,7 +331,10 @@ def _candidate(one: FittingOption, predicted: predict.Prediction, requests: Requ
     option, fitted, estimate = one.option, one.server.times.coefficients, one.estimate
     rate, lengths = predicted.rate_per_s, requests.lengths
     usd_per_h = option.offer.usd_per_h * option.split.devices
-    goodput = Interval(rate, rate / fitted.tpot.high, rate / fitted.tpot.low)
+    if fitted in spec.calibrated:
+        goodput = predict.max_rate_interval(one.server, requests, spec.slo, rate)
+    else:
+        goodput = Interval(rate, rate / fitted.tpot.high, rate / fitted.tpot.low)
     usd_per_request = usd_per_h / 3600 / rate
     million_tokens = (lengths.prompt + lengths.output) / 1e6
     fleet = None if spec.load_per_s else option.offer.count // option.split.devices

@@ -14,9 +14,10 @@ from powerband.core.coefficients import Coefficients, Spread
 from powerband.core.deployment import Deployment
 from powerband.core.device import Device
 from powerband.core.engine import EngineSettings
+from powerband.core.statistics import quantile
 from powerband.errors import InputError
 from powerband.plan.probe import MAX_CONCURRENCY, MAX_CONTEXT, ConcurrentProbe, Probe, ProbeResult
-from powerband.plan.simulate import Limits, simulate
+from powerband.plan.simulate import Limits, Outcome, simulate
 from powerband.plan.step_time import StepTimes
 from powerband.plan.step_work import Batch, Steps
 from powerband.runtime import installations
@@ -24,6 +25,7 @@ from powerband.store import documents, runs
 
 Row = list[float]
 _BATCHED_TOKENS = 2048
+_TAIL = 0.9
 _BANDWIDTH = 0.8  # the share of the memory bandwidth that reading weights is assumed to reach
 
 
@@ -99,14 +101,23 @@ def fit(
         ),
         source=source,
     )
-    ratios = [one.seconds / _simulated_s(one, StepTimes(steps, device, found)) for one in concurrent]
-    return found.model_copy(update={"mixed_load_factor": round(plain.median(ratios), 3)}) if ratios else found
+    if not concurrent:
+        return found
+    simulated = [_simulated(one, StepTimes(steps, device, found)) for one in concurrent]
+    factor = plain.median(one.seconds / max(seen.e2e) for one, seen in zip(concurrent, simulated, strict=True))
+    tails = [
+        quantile(sorted(one.tpot_s), _TAIL) / (factor * quantile(sorted(seen.tpot), _TAIL))
+        for one, seen in zip(concurrent, simulated, strict=True)
+        if one.tpot_s
+    ]
+    more = {"tpot_tail": round(plain.median(tails), 3)} if tails else {}
+    return found.model_copy(update={"mixed_load_factor": round(factor, 3), **more})
 
 
-def _simulated_s(probe: ConcurrentProbe, times: StepTimes) -> float:
-    """Return the simulated duration of a closed loop: all requests wait at the start, and `concurrency` of them run."""
+def _simulated(probe: ConcurrentProbe, times: StepTimes) -> Outcome:
+    """Return the simulated closed loop: all requests wait at the start, and `concurrency` of them run."""
     limits = Limits(sequences=probe.concurrency, batched_tokens=_BATCHED_TOKENS, kv_tokens=math.inf)
-    return max(simulate([0.0] * len(probe.prompts), probe.prompts, probe.outputs, times, limits).e2e)
+    return simulate([0.0] * len(probe.prompts), probe.prompts, probe.outputs, times, limits)
 
 
 def _batch_size_factors(

@@ -117,7 +117,8 @@ def expected(server: Server, requests: Requests, rate_per_s: float) -> Expected:
         metric: {
             name: Interval(
                 **{
-                    bound: statistics.quantile(values[metric], float(name[1:]) / 100)
+                    bound: statistics.quantile(values[metric], share := float(name[1:]) / 100)
+                    * predict.tail(metric, share, coefficients)
                     for bound, values in simulated.items()
                 }
             )

@@ -23,6 +23,7 @@ _MAX_OVER_FLUID = 1.25  # steps that combine prefill and decode can sustain more
 _MIN_REQUESTS = 240  # of a simulation
 _MIN_DURATION_IN_ANSWERS = 6  # of a simulation, so that a growing queue shows
 _WARMUP_DIVISOR = 3  # the first third of a simulation is not counted
+_TAIL_FROM = 0.75  # quantile from which `tpot_tail` holds
 _GROWING_QUEUE = 3.0  # the queue grows if the last TTFT exceeds its limit by this factor
 
 
@@ -132,13 +133,16 @@ def outcome_at(
         server.limits,
         cached_share=requests.lengths.cached_share,
         warmup=warmup,
-        hopeless=_too_many_late(slo, count - warmup) if slo else None,
+        hopeless=_too_many_late(slo, count - warmup, server.times.coefficients) if slo else None,
     )
 
 
-def _too_many_late(slo: SLO, count: int) -> Callable[[float, float, int], bool]:
+def _too_many_late(slo: SLO, count: int, coefficients: Coefficients) -> Callable[[float, float, int], bool]:
     """Return a function that counts the late ones of `count` requests, and is true once a percentile must be late."""
-    bounds = [(metric, limit, count - int(share * (count - 1))) for metric, share, limit in slo.bounds()]
+    bounds = [
+        (metric, limit / tail(metric, share, coefficients), count - int(share * (count - 1)))
+        for metric, share, limit in slo.bounds()
+    ]
     late = [0] * len(bounds)
 
     def hopeless(ttft: float, e2e: float, output: int) -> bool:
@@ -154,7 +158,12 @@ def _too_many_late(slo: SLO, count: int) -> Callable[[float, float, int], bool]:
     return hopeless
 
 
-def meets(slo: SLO, found: Outcome) -> bool:
+def tail(metric: str, share: float, coefficients: Coefficients) -> float:
+    """Return the factor on a simulated quantile: under mixed load the slow requests are slower than simulated."""
+    return coefficients.tpot_tail if metric in ("tpot", "itl") and share >= _TAIL_FROM else 1.0
+
+
+def meets(slo: SLO, found: Outcome, coefficients: Coefficients) -> bool:
     """Return whether a simulated outcome meets the SLO and its queue does not grow."""
     if found.rejected or not found.e2e:
         return False
@@ -165,29 +174,53 @@ def meets(slo: SLO, found: Outcome) -> bool:
         "e2e": sorted(found.e2e),
     }
     for metric, share, limit in slo.bounds():
-        if values[metric] and statistics.quantile(values[metric], share) > limit:
+        if values[metric] and statistics.quantile(values[metric], share) * tail(metric, share, coefficients) > limit:
             return False
     max_ttft = max((limit for metric, _, limit in slo.bounds() if metric == "ttft"), default=math.inf)
     return found.last_ttft_s <= _GROWING_QUEUE * max_ttft
 
 
-def max_rate(server: Server, requests: Requests, slo: SLO, *, estimate: FluidEstimate) -> Prediction | None:
-    """Return the highest rate that meets the SLO, searched around the fluid estimate; None if no rate does."""
-    passing, failing, rate = 0.0, estimate.rate_per_s * _MAX_OVER_FLUID, estimate.rate_per_s * 0.75
+def max_rate(
+    server: Server, requests: Requests, slo: SLO, *, estimate: FluidEstimate, share: float = 0.0
+) -> Prediction | None:
+    """Return the highest rate that meets the SLO, searched around the fluid estimate; None if no rate does.
+
+    `share` of the fluid estimate is where the search begins, if a similar deployment had its highest rate there.
+    """
+    passing, failing, step = 0.0, estimate.rate_per_s * _MAX_OVER_FLUID, _PRECISION
+    rate = estimate.rate_per_s * (share or 0.75)
     best: Outcome | None = None
     for _ in range(_ROUNDS):
         found = outcome_at(server, requests, rate, answer_s=estimate.answer_s, slo=slo)
-        if meets(slo, found):
+        if meets(slo, found, server.times.coefficients):
             passing, best = rate, found
         else:
             failing = rate
-        if not passing:
-            rate = failing / 3
-        elif failing / passing < _PRECISION:
+        if passing and failing / passing <= _PRECISION * 1.001:
             break
+        if not share:
+            rate = math.sqrt(passing * failing) if passing else failing / 3
+        elif passing:  # the next failing rate is probably near
+            rate = min(passing * step, math.sqrt(passing * failing))
+            step **= 2
         else:
-            rate = math.sqrt(passing * failing)
+            rate = failing / step
+            step **= 2
     return Prediction(passing, best) if best is not None else None
+
+
+def max_rate_interval(server: Server, requests: Requests, slo: SLO, rate_per_s: float) -> Interval:
+    """Return the max rate with those for step times at both ends of their spread.
+
+    Where latency grows slowly with the rate, a small error of the step times moves the max rate far.
+    """
+    spread, rates = server.times.coefficients.tpot, [rate_per_s]
+    for factor in (spread.high, spread.low):
+        scaled = Server(server.times.scaled(prefill=factor, decode=factor), server.limits)
+        estimate = fluid_estimate(scaled, requests.lengths, slo)
+        found = max_rate(scaled, requests, slo, estimate=estimate)
+        rates.append(found.rate_per_s if found else 0.0)
+    return Interval(rate_per_s, min(rates), max(rates))
 
 
 def percentiles(values: Sequence[float], spread: Spread, names: Sequence[str]) -> dict[str, Interval]:

@@ -63,6 +63,7 @@ class ConcurrentProbe:
     prompts: tuple[int, ...]
     outputs: tuple[int, ...]
     seconds: float
+    tpot_s: tuple[float, ...] = ()  # of the answers of two tokens or more
 
 
 async def probe(
@@ -109,7 +110,8 @@ def _closed_loop(target: Target, vocabulary: tokens.Vocabulary, concurrency: int
     traffic = prompts.prepare(workload, concurrency * _REQUESTS_PER_SLOT, vocabulary=vocabulary)
     records = generator.drive(target, traffic).records
     seconds = (max(records["end"]) - min(records["due"])) / 1e9
-    return ConcurrentProbe(concurrency, tuple(traffic.prompt_tokens), tuple(traffic.output_tokens), seconds)
+    tpot_s = tuple(metrics.tpot(records))
+    return ConcurrentProbe(concurrency, tuple(traffic.prompt_tokens), tuple(traffic.output_tokens), seconds, tpot_s)
 
 
 def _burst(target: Target, vocabulary: tokens.Vocabulary, one: Probe, *, seed: int) -> Records:

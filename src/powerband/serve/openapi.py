@@ -29,11 +29,12 @@ _ERROR = {
 _ERRORS = {
     "400": "the request body is invalid",
     "401": "the API key is missing or unknown",
-    "403": "the tenant may not use this model",
+    "403": "the tenant may not use this model, or not read the metrics",
     "404": "there is no such model or path",
     "405": "the path does not accept this method",
     "408": "the client sent the request too slowly",
     "413": "the request body is larger than 8 MiB",
+    "422": "the request ended several engines, and is not tried again",
     "429": "no capacity before the deadline, or the tenant exceeded a limit; Retry-After tells when to retry",
 }
 
@@ -61,7 +62,15 @@ def document(*, version: str) -> dict[str, Any]:
                     }
                 }
             },
-            "/metrics": {"get": {"responses": {"200": _text("metrics in Prometheus' text format")}}},
+            "/metrics": {
+                "get": {
+                    "responses": {
+                        "200": _text("metrics in Prometheus' text format"),
+                        "401": _error("401"),
+                        "403": _error("403"),
+                    }
+                }
+            },
         },
         "components": {
             "schemas": {"Error": _ERROR},

@@ -8,6 +8,7 @@ FOLDER contains `spec.json`, `picker.sock` for Envoy and `control.sock` for the 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 import secrets
@@ -39,6 +40,7 @@ from powerband.store import documents
 
 _OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 _NO_BODY = ":no-body"  # no header of a client has this name
+_OBJECTS_PER_COLLECTION = 20_000
 _EXPIRE_INTERVAL_S, _SUMMARY_INTERVAL_S = 0.02, 0.25
 
 
@@ -286,6 +288,9 @@ async def _main(folder: Path) -> None:
     control = await asyncio.start_unix_server(
         lambda reader, writer: _serve_control(scheduler, telemetry, reader, writer), folder / "control.sock"
     )
+    gc.collect()
+    gc.freeze()  # what exists now stays
+    gc.set_threshold(_OBJECTS_PER_COLLECTION)  # the default of 700 is reached by a few requests
     async with control, asyncio.TaskGroup() as group:
         if tracer:
             group.create_task(tracer.send())

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -30,6 +30,17 @@ _ENGINE_METRICS = {  # engine gauge: metric name, whether it is a counter, help 
     "spec_drafted_tokens": ("powerband_spec_drafted_tokens", True, "tokens drafted by speculative decoding"),
     "spec_accepted_tokens": ("powerband_spec_accepted_tokens", True, "drafted tokens that were accepted"),
 }
+
+
+class _Series(NamedTuple):
+    """The series of a request's labels."""
+
+    queue: Histogram
+    ttft: Histogram
+    tpot: Histogram
+    e2e: Histogram
+    output_tokens: Counter
+    prompt_tokens: Counter
 
 
 class Telemetry:
@@ -80,6 +91,7 @@ class Telemetry:
         self.registry.register(self)
         self.replica_status: Mapping[str, Any] = {}  # the supervisor's last message about the replicas
         self.done = 0
+        self._series: dict[tuple[str, str, str, str], _Series] = {}
         self.by_recipe: dict[str, dict[str, Any]] = {}
 
     def count_rejection(self, error: RequestRejected) -> None:
@@ -111,19 +123,27 @@ class Telemetry:
         if self.capture:
             self.capture.add(context, outcome)
         counts = self._count(recipe, failed=outcome.status >= 500 or outcome.broken)
-        self.queue.labels(*labels).observe(queued.started_s - queued.arrived_s)
+        series = self._series.get(labels) or self._bind(labels)
+        series.queue.observe(queued.started_s - queued.arrived_s)
         if outcome.ttft_s is not None:
             counts["first_tokens"] += 1
             counts["ttft_s"].append(round(outcome.ttft_s, 4))
-            self.ttft.labels(*labels).observe(outcome.ttft_s)
+            series.ttft.observe(outcome.ttft_s)
             if model.ttft_s is not None:
                 self.ttft_late.labels(model.name, "yes" if outcome.ttft_s > model.ttft_s else "no").inc()
             if outcome.tpot_s is not None:
-                self.tpot.labels(*labels).observe(outcome.tpot_s)
+                series.tpot.observe(outcome.tpot_s)
         if outcome.e2e_s is not None:
-            self.e2e.labels(*labels).observe(outcome.e2e_s)
-        self.output_tokens.labels(model.name).inc(outcome.output_tokens)
-        self.prompt_tokens.labels(model.name).inc(outcome.prompt_tokens or queued.profile.prompt_tokens)
+            series.e2e.observe(outcome.e2e_s)
+        series.output_tokens.inc(outcome.output_tokens)
+        series.prompt_tokens.inc(outcome.prompt_tokens or queued.profile.prompt_tokens)
+
+    def _bind(self, labels: tuple[str, str, str, str]) -> _Series:
+        """Look the series of these labels up once: for each request it would cost a tenth of the picker's time."""
+        histograms = (one.labels(*labels) for one in (self.queue, self.ttft, self.tpot, self.e2e))
+        counters = (one.labels(labels[0]) for one in (self.output_tokens, self.prompt_tokens))
+        self._series[labels] = _Series(*histograms, *counters)
+        return self._series[labels]
 
     def collect(self) -> Any:
         """Yield the metrics that the supervisor reports; the registry calls this."""
