@@ -492,3 +492,35 @@ async def test_metrics_of_a_fleet_with_tenants_need_a_key_for_them(tmp_path: Pat
         }
         assert found == {"user": 403, "prometheus": 200, "nobody": 401}
         assert (await http.get("/health")).status_code == 200
+
+
+async def test_a_dead_supervisor_restarts_nothing_and_fails_no_request(tmp_path: Path) -> None:
+    async with fleets.running(fleets.write(tmp_path, ttft_s=0.1)) as (fleet, http):
+        before, stop = await starts(fleet), asyncio.Event()
+        codes: list[int] = []
+
+        async def user() -> None:
+            while not stop.is_set():
+                codes.append((await chat(http)).status_code)
+
+        users = [asyncio.create_task(user()) for _ in range(8)]
+        stream = asyncio.create_task(fleets.events(http, max_tokens=200))
+        helpers = {name: fleets.helper(fleet, name).pid for name in ("powerband.serve.router.picker", "envoy")}
+        for _ in range(3):
+            supervisor = fleet.status()["pid"]
+            os.kill(supervisor, signal.SIGKILL)
+            while fleet.status()["pid"] == supervisor:
+                await asyncio.sleep(0.05)
+        assert await starts(fleet) == before
+        assert (await stream)[-1] == "[DONE]"
+        victim = replicas(fleet)["golden-1"]
+        os.kill(victim["pid"], signal.SIGKILL)  # the new supervisor watches what it adopted
+        await back(fleet, victim)
+        stop.set()
+        await asyncio.gather(*users)
+        assert set(codes) == {200}
+        assert helpers == {name: fleets.helper(fleet, name).pid for name in helpers}
+        everything = fleets.processes(fleet)
+    for one in everything:
+        if one.pid != os.getpid():
+            assert not one.is_running() or one.status() == "zombie"

@@ -17,8 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
+from powerband.core.engine import Command
 from powerband.errors import EngineFailed, InputError
 from powerband.runtime import ports
+from powerband.runtime.descriptor_store import DescriptorStore, StoredDescriptors
 from powerband.runtime.process import Process
 from powerband.serve import control_channel, relay
 from powerband.serve.control import local_replica, supervisor
@@ -43,7 +45,7 @@ def model_spec(name: str = "m") -> ModelSpec:
 
 def fleet(folder: Path) -> Supervisor:
     FleetSpec(models={"m": model_spec()}, host="127.0.0.1", port=1, admin_port=2).write(folder)
-    return Supervisor(folder)
+    return Supervisor(folder, StoredDescriptors(DescriptorStore().connect()))
 
 
 def slots(found: Supervisor, count: int) -> None:
@@ -361,3 +363,34 @@ def test_a_relay_with_a_secret_refuses_requests_without_it() -> None:
             assert relayed(engine, respond, secret="hidden", header=header) == b""
         found = relayed(engine, respond, secret="hidden", header="x-powerband-secret: hidden\r\n")
     assert found.endswith(USAGE)
+
+
+def test_stored_descriptors_outlive_the_process_that_opened_them() -> None:
+    store = DescriptorStore()
+    first, (ours, theirs) = StoredDescriptors(store.connect()), socket.socketpair()
+    first.keep("a", {"number": 1}, ours.fileno())
+    first.keep("b", {}, ours.fileno())
+    first.keep("a", {"number": 2}, ours.fileno())
+    first.drop("b")
+    assert {key: record for key, (record, _) in first.all().items()} == {"a": {"number": 2}}
+    ours.close()
+    kept = StoredDescriptors(store.connect()).all()["a"][1]
+    with socket.socket(fileno=kept) as again:
+        again.sendall(b"still open")
+        assert theirs.recv(100) == b"still open"
+    store.close()
+    theirs.settimeout(5)
+    copies = [descriptor for _, descriptor in first.all().values()]
+    assert copies == []
+
+
+async def test_a_process_is_adopted_with_its_exit_status(tmp_path: Path) -> None:
+    command = Command(argv=("sh", "-c", "sleep 0.5; exit 7"))
+    async with Process(command, log=tmp_path / "log") as process:
+        copy = os.dup(process.control)
+        adopted = await Process.adopt(process.record, copy)
+        assert adopted.pid == process.pid
+        process._watcher.cancel()  # as if its supervisor had died
+        await asyncio.wait_for(adopted.exited.wait(), 10)
+        assert adopted.exit_code == 7
+        process._watcher = adopted._watcher

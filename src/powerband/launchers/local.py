@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from powerband.core.units import about_bytes
 from powerband.errors import DeploymentRefused, EngineFailed, InputError
 from powerband.launchers import support
 from powerband.runtime import devices, gpus, hub, installations, leases, model_files, ports
+from powerband.runtime.process import Process
 from powerband.runtime.replica import Replica
 from powerband.store import runs
 
@@ -263,6 +264,25 @@ def attach(prepared: Prepared, url: str, *, directory: Path) -> Replica:
     """Return a replica of a running server, which is not stopped afterwards."""
     engine, deployment = prepared.engine, prepared.deployment
     return Replica(deployment=deployment, engine=engine, command=None, url=url, port=None, directory=directory)
+
+
+def adopt(deployment: Deployment[Any], record: Mapping[str, Any], process: Process, *, directory: Path) -> Replica:
+    """Return the replica of a ready engine that an earlier supervisor started; `record` is that of `handover`."""
+    return Replica(
+        deployment=deployment,
+        engine=engines.get(deployment.engine),
+        command=process.command,
+        url=record["url"],
+        port=record["port"],
+        directory=directory,
+        allocation=Allocation.model_validate(record["allocation"]),
+        adopted=process,
+    )
+
+
+def handover(replica: Replica) -> dict[str, Any]:
+    """Return what `adopt` needs besides the process."""
+    return {"url": replica.url, "port": replica.port, "allocation": replica.allocation.model_dump(mode="json")}
 
 
 def _port(prepared: Prepared) -> contextlib.AbstractContextManager[ports.Port | None]:

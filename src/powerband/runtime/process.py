@@ -12,8 +12,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import psutil
 
@@ -34,10 +37,45 @@ class Process:
         self.pid: int | None = None
         self.exit_code: int | None = None  # negative: the number of the signal that ended it
         self.exited = asyncio.Event()
+        self._adopted = False
+        self._keeper: subprocess.Popen[bytes] | _Orphan
         self._mark = secrets.token_hex(8)
         self._scratch = Path(tempfile.gettempdir()) / f"powerband-{self._mark}"
 
+    @classmethod
+    async def adopt(cls, record: Mapping[str, Any], control: int) -> Process:
+        """Return a process that an earlier supervisor started, from its `record` and its control socket."""
+        command = Command(argv=tuple(record["argv"]))
+        found = cls(command, log=Path(record["log"]), grace_s=record["grace_s"])
+        found.pid, found._mark = record["pid"], record["mark"]
+        found._scratch = Path(record["scratch"])
+        found._keeper = _Orphan(record["keeper"])
+        found._reader, found._writer = await asyncio.open_connection(sock=socket.socket(fileno=control))
+        found._watcher = asyncio.create_task(found._watch())
+        found._adopted = True
+        return found
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Return what `adopt` needs besides the control socket."""
+        return {
+            "argv": self.command.argv,
+            "log": str(self.log),
+            "grace_s": self.grace_s,
+            "pid": self.pid,
+            "mark": self._mark,
+            "scratch": str(self._scratch),
+            "keeper": self._keeper.pid,
+        }
+
+    @property
+    def control(self) -> int:
+        """Return the descriptor of the control socket; the process is killed when its last copy closes."""
+        return int(self._writer.get_extra_info("socket").fileno())
+
     async def __aenter__(self) -> Process:
+        if self._adopted:
+            return self
         ours, theirs = socket.socketpair()
         with theirs:
             argv = [sys.executable, "-I", "-S", str(KEEPER), str(theirs.fileno()), str(self._scratch), str(self.log)]
@@ -137,6 +175,20 @@ class Process:
             return [root, *root.children(recursive=True)]
         except psutil.Error:
             return []
+
+
+class _Orphan:
+    """A keeper whose parent has died: another process reaps it."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def wait(self) -> None:
+        """Return when the keeper has ended."""
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(self.pid)
+            while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.01)
 
 
 def _kill_descendants(session: int, mark: str) -> None:

@@ -62,6 +62,7 @@ class Replica:
     on_change: Callable[[Replica, str], None] = lambda *_: None
     allocation: Allocation = field(default_factory=Allocation)
     inherited: tuple[int, ...] = ()  # descriptors that hold its devices and cores
+    adopted: Process | None = None  # a ready engine that another supervisor started
     beside: tuple[Replica, ...] = ()  # other replicas of the deployment, which share the load with this one
 
     state: State = "created"
@@ -85,6 +86,9 @@ class Replica:
             headers=self.request_headers,
             verify=self.url.startswith("https:"),  # loading the CA certificates takes 80 ms
         )
+        if self.adopted:
+            self.process, self.state = self.adopted, "ready"
+            return self
         try:
             if self.command is not None:
                 self._enter("starting")

@@ -10,23 +10,19 @@ import contextlib
 import json
 import os
 import secrets
-import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from powerband.core.engine import Command
 from powerband.errors import EngineFailed
 from powerband.runtime import ports
 from powerband.serve import envoy
-from powerband.serve.control.respawn import respawn
+from powerband.serve.outer import run_supervisor
 from powerband.serve.spec import FleetSpec, ModelSpec, check_certificate, placed, resolve
 from powerband.store import runs
 
 __all__ = ["Fleet", "FleetSpec", "ModelSpec", "check_certificate", "fleet", "resolve"]
-
-_DRAIN_S = 600.0  # for requests in flight, when the fleet stops
 
 
 class Fleet:
@@ -87,7 +83,7 @@ async def fleet(
     capture: bool = False,
     capture_text: bool = False,
 ) -> AsyncIterator[Fleet]:
-    """Run a fleet. The supervisor restarts after a crash; its child processes exit with it.
+    """Run a fleet. The supervisor restarts after a crash; engines, relays, picker and Envoy live on meanwhile.
 
     `tls` has the paths of a certificate and its key; Envoy uses all cores unless `threads` is given.
     """
@@ -114,9 +110,7 @@ async def fleet(
         )
         spec.write(folder)
         running = Fleet(spec, folder)
-        command = Command(argv=(sys.executable, "-m", "powerband.serve.control.supervisor", str(folder)))
-        log = folder / "supervisor.log"
-        supervisor = asyncio.create_task(respawn(command, log=log, max_backoff_s=5.0, grace_s=_DRAIN_S))
+        supervisor = asyncio.create_task(run_supervisor(folder))
         try:
             yield running
         finally:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from powerband import engines
 from powerband.errors import EngineFailed, InputError
 from powerband.launchers import local
 from powerband.runtime import ports
+from powerband.runtime.descriptor_store import StoredDescriptors
 from powerband.runtime.ports import Port
 from powerband.runtime.process import Process
 from powerband.serve import relay
@@ -34,6 +36,14 @@ class RunningReplica:
     gpus: tuple[int, ...] = ()  # indices on the replica's machine
 
 
+@dataclass(frozen=True)
+class Kept:
+    """A running replica as the descriptor store keeps it: the records and control sockets of its two processes."""
+
+    engine: tuple[dict[str, Any], int]
+    relay: tuple[dict[str, Any], int]
+
+
 @contextlib.asynccontextmanager
 async def run_replica(
     data: dict[str, Any],
@@ -42,23 +52,47 @@ async def run_replica(
     host: str = "127.0.0.1",
     port: int | None = None,
     secret: str = "",
+    store: StoredDescriptors | None = None,
+    about: Mapping[str, Any] | None = None,
+    kept: Kept | None = None,
     on_placed: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[RunningReplica]:
     """Start a replica of a deployment, and yield it once it is ready; on the given port if that is free.
 
-    The relay refuses requests without the `secret`, if there is one. `on_placed` is called when the replica has its
-    devices.
+    The relay refuses requests without the `secret`, if there is one. The `store` keeps the replica with what is said
+    `about` it, so that another supervisor can take it over as `kept`. `on_placed` is called when it has its devices.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    prepared = await asyncio.to_thread(local.prepare, engines.deployment_of(data))
+    deployment, began = engines.deployment_of(data), time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
-        launching = local.launch(prepared, directory=directory, on_change=lambda *_: on_placed())
-        replica = await stack.enter_async_context(launching)
-        assert replica.port is not None
-        reserved = stack.enter_context(_reserve(host, port))
-        command = relay.command(host, reserved.number, replica.port, secret)
-        relay_process = await stack.enter_async_context(Process(command, log=directory / "relay.log"))
-        await _wait_listening(host, reserved.number, relay_process)
+        if kept:
+            engine, relay_process = [await Process.adopt(*one) for one in (kept.engine, kept.relay)]
+            address = str(kept.relay[0]["address"])
+            replica = local.adopt(deployment, kept.engine[0], engine, directory=directory)
+            await stack.enter_async_context(replica)
+        else:
+            prepared = await asyncio.to_thread(local.prepare, deployment)
+            launching = local.launch(prepared, directory=directory, on_change=lambda *_: on_placed())
+            replica = await stack.enter_async_context(launching)
+            assert replica.port is not None
+            reserved = stack.enter_context(_reserve(host, port))
+            command = relay.command(host, reserved.number, replica.port, secret)
+            relay_process = Process(command, log=directory / "relay.log")
+            address = f"{host}:{reserved.number}"
+        await stack.enter_async_context(relay_process)
+        if not kept:
+            await _wait_listening(host, reserved.number, relay_process)
+        if store and replica.process:
+            records = {
+                "engine": (replica.process, local.handover(replica)),
+                "relay": (relay_process, {"address": address}),
+            }
+            for name, (process, more) in records.items():
+                key = f"{directory.name}/{name}"
+                start_s = kept.engine[0]["start_s"] if kept else time.monotonic() - began
+                record = {**process.record, **more, **(about or {}), "start_s": start_s}
+                store.keep(key, record, process.control)
+                stack.callback(store.drop, key)
 
         async def wait_ended() -> None:
             await _wait_first([replica.watch(), relay_process.exited.wait()])
@@ -72,9 +106,7 @@ async def run_replica(
 
         pid = replica.process.pid if replica.process else None
         gpus = tuple(gpu.index for gpu in replica.allocation.gpus)
-        yield RunningReplica(
-            f"{host}:{reserved.number}", replica.url, pid, wait_ended, gauges, replica.responds, redirect_waiting, gpus
-        )
+        yield RunningReplica(address, replica.url, pid, wait_ended, gauges, replica.responds, redirect_waiting, gpus)
         await asyncio.sleep(_RELAY_FLUSH_S)
 
 

@@ -7,8 +7,10 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 from powerband.core.engine import Command
+from powerband.runtime.descriptor_store import StoredDescriptors
 from powerband.runtime.process import Process
 
 _MIN_BACKOFF_S, _BACKOFF_RESET_S = 0.05, 10.0
@@ -21,15 +23,22 @@ async def respawn(
     max_backoff_s: float,
     grace_s: float = 3.0,
     while_running: Callable[[], Awaitable[None]] | None = None,
+    store: StoredDescriptors,
+    kept: tuple[dict[str, Any], int] | None = None,
 ) -> None:
     """Run a command until cancelled; restart it with exponential back-off.
 
-    `while_running` is started with each process and cancelled when that process exits.
+    `while_running` is started with each process and cancelled when that process exits. The `store` keeps the process
+    for another supervisor, which takes it over as `kept`.
     """
     backoff_s = _MIN_BACKOFF_S
     while True:
         began = time.monotonic()
-        async with Process(command, log=log, grace_s=grace_s) as process:
+        starting = await Process.adopt(*kept) if kept else Process(command, log=log, grace_s=grace_s)
+        kept = None
+        async with starting as process, contextlib.AsyncExitStack() as stack:
+            store.keep(log.stem, process.record, process.control)
+            stack.callback(store.drop, log.stem)
             companion = asyncio.ensure_future(while_running()) if while_running else None
             try:
                 await process.exited.wait()

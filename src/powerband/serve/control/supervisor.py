@@ -1,10 +1,10 @@
 """The supervisor: starts a fleet's replicas, picker and Envoy, restarts them when they die, and scales the replicas.
 
-    python -m powerband.serve.control.supervisor FOLDER
+    python -m powerband.serve.control.supervisor FOLDER STORE_FD
 
 It reads `spec.json` in the folder (the desired state) and writes `status.json` (the actual state). It sends the picker
-the list of endpoints over `control.sock`, and accepts rollout commands on `supervisor.sock`. All processes that it
-starts end with it.
+the list of endpoints over `control.sock`, and accepts rollout commands on `supervisor.sock`. If it dies, the processes
+that it started live on, and the next supervisor takes them over from `powerband serve`, which keeps their sockets.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import json
 import os
 import resource
 import signal
+import socket
 import sys
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -25,28 +27,31 @@ from typing import Any
 import httpx
 
 from powerband.core.engine import Command
-from powerband.errors import EngineFailed, InputError, PowerbandError
+from powerband.errors import PowerbandError
 from powerband.runtime import ray_cluster
+from powerband.runtime.descriptor_store import StoredDescriptors
 from powerband.serve import envoy
 from powerband.serve.control.autoscaler import Autoscaler, FleetSnapshot
+from powerband.serve.control.local_replica import Kept
 from powerband.serve.control.picker_link import PickerLink
 from powerband.serve.control.replica_slot import ReplicaSlot
 from powerband.serve.control.respawn import respawn
+from powerband.serve.control.rollouts import Rollouts
 from powerband.serve.spec import FleetSpec, ModelSpec
 from powerband.store import runs
 
 _TICK_S, _ENVOY_RELOAD_TIMEOUT_S = 0.25, 5.0
-_FREE_AFTER_S = 3.0  # until a driver reports the memory of an ended process as free
 _DRAIN_TIMEOUT_S, _GAUGES_INTERVAL_S = 600.0, 2.0
 _RETRY_WRITE_S = 1.0
+_ADOPTION_TIMEOUT_S = 2.0
 _MIN_OPEN_FILES = 65_536
 
 
 class Supervisor:
     """Runs one fleet until it is stopped."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, store: StoredDescriptors) -> None:
+        self.folder, self.store = folder, store
         self.spec = FleetSpec.read(folder)
         self.slots: dict[str, ReplicaSlot] = {}
         self.picker = PickerLink(folder / "control.sock", on_connect=self._on_picker_connected)
@@ -61,35 +66,55 @@ class Supervisor:
             if model_spec.scales
         }
         self._reachable: set[str] = set()  # addresses that Envoy knows
-        self._canaries: dict[str, tuple[ModelSpec, float]] = {}  # by model: the canary's spec and its weight
-        self._freed_at = 0.0  # when a retired replica freed its devices
-        self._promoted: dict[str, ModelSpec] = {}  # by model: the spec whose replicas replace all others
+        self.rollouts = Rollouts(self)
+        self.freed_at = 0.0  # when a retired replica freed its devices
 
     async def run(self) -> None:
         """Serve until `stopping` is set; then finish the running requests, and stop everything."""
         if self.spec.cluster:
             await asyncio.to_thread(ray_cluster.connect, self.spec.cluster)
+        kept = self.store.all()
+        await self._adopt(kept)
         self._write_configuration()
         for name, model_spec in self.spec.models.items():
-            for _ in range(model_spec.replicas):
-                self._add(name, model_spec)
-            self._reconcile(name, model_spec.replicas)
+            in_use, _ = self._slots_of(name)
+            for _ in range(model_spec.replicas - len(in_use)):
+                self.add(name, model_spec)
+            self._reconcile(name, max(model_spec.replicas, len(in_use) if model_spec.scales else 0))
         helpers = [
-            asyncio.create_task(self._respawn("picker", self._picker_command(), self.picker.run)),
-            asyncio.create_task(self._respawn("envoy", self._envoy_command())),
+            asyncio.create_task(self._respawn("picker", self._picker_command(), kept, self.picker.run)),
+            asyncio.create_task(self._respawn("envoy", self._envoy_command(), kept)),
             asyncio.create_task(self._publish_changes()),
             asyncio.create_task(self._tick()),
-            asyncio.create_task(self._serve_control()),
+            asyncio.create_task(self.rollouts.serve()),
             asyncio.create_task(self._read_gauges()),
         ]
         stopped = asyncio.create_task(self.stopping.wait())
         done, _ = await asyncio.wait([*helpers, stopped], return_when=asyncio.FIRST_COMPLETED)
         for one in done - {stopped}:
             one.result()  # a helper never returns: raise its exception
-        await asyncio.gather(*(self._retire(slot) for slot in list(self.slots.values())))
+        await asyncio.gather(*(self.retire(slot) for slot in list(self.slots.values())))
         for one in helpers:
             one.cancel()
         await asyncio.gather(*helpers, return_exceptions=True)
+
+    async def _adopt(self, kept: dict[str, tuple[dict[str, Any], int]]) -> None:
+        """Take over the replicas of an earlier supervisor that run the same deployments; end the others."""
+        for key in [key for key in kept if key.endswith("/engine")]:
+            name, (record, _) = key.removesuffix("/engine"), kept[key]
+            pool = record["model"]
+            model_spec = self.spec.models.get(pool)
+            if model_spec and f"{name}/relay" in kept and record["data"] == _deployment_data(model_spec):
+                self.add(pool, model_spec, name=name, kept=Kept(kept[key], kept[f"{name}/relay"]))
+                self._last_numbers[pool] = max(self._last_numbers[pool], int(name.rpartition("-")[2]))
+        for key, (_, control) in kept.items():
+            if "/" in key and key.rpartition("/")[0] not in self.slots:
+                self.store.drop(key)
+                os.close(control)
+        until = time.monotonic() + _ADOPTION_TIMEOUT_S  # an engine that died meanwhile is started again
+        while any(not one.address for one in self.slots.values()) and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+        self._reachable = {one.address for one in self.slots.values() if one.address}
 
     def _write_configuration(self) -> None:
         settings = envoy.bootstrap(
@@ -104,47 +129,61 @@ class Supervisor:
         if self.spec.tls_cert:
             (self.folder / "tls.json").write_text(envoy.certificate(self.spec.tls_cert, self.spec.tls_key))
         (self.folder / "envoy.json").write_text(json.dumps(settings, indent=1))
-        self._write_endpoints(set())
+        self._write_endpoints(self._reachable)
 
     def _write_endpoints(self, addresses: set[str]) -> None:
         runs.write_atomic(self.folder / "endpoints" / "replicas.json", envoy.endpoints(addresses))
 
-    def _add(self, name: str, model_spec: ModelSpec, *, warm: bool = False) -> None:
-        self._last_numbers[name] += 1
+    def set_model(self, model_spec: ModelSpec) -> None:
+        """Make a spec that of its model, also for the next supervisor."""
+        self.spec = self.spec.with_model(model_spec)
+        self.spec.write(self.folder)
+        if model_spec.name in self._autoscalers:
+            self._autoscalers[model_spec.name].policy = model_spec.scaling_policy()
+
+    def add(
+        self, pool: str, model_spec: ModelSpec, *, warm: bool = False, name: str = "", kept: Kept | None = None
+    ) -> None:
+        """Add a replica to a model's pool, or one that an earlier supervisor kept."""
+        self._last_numbers[pool] += not kept
         slot = ReplicaSlot(
-            f"{name}-{self._last_numbers[name]}",
-            name,
+            name or f"{pool}-{self._last_numbers[pool]}",
+            pool,
             model_spec,
             self.folder,
             on_ray=bool(self.spec.cluster),
             secret=self.spec.relay_secret,
             on_change=self.changed.set,
+            store=self.store,
+            kept=kept,
         )
         slot.warm = warm
         self.slots[slot.name] = slot
-        self._spawn(slot.run())
+        self.spawn(slot.run())
 
-    def _spawn(self, work: Awaitable[None]) -> None:
+    def spawn(self, work: Awaitable[None]) -> None:
+        """Run work in the background."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _retire(self, slot: ReplicaSlot) -> None:
+    async def retire(self, slot: ReplicaSlot) -> None:
         """Drain a replica and stop it: no new requests, wait for the running ones, stop."""
         slot.draining = True
         self.changed.set()
         until = time.monotonic() + _DRAIN_TIMEOUT_S
         await asyncio.sleep(2 * _TICK_S)
-        while self._running(slot) and time.monotonic() < until:
+        while self.running_requests(slot) and time.monotonic() < until:
             await asyncio.sleep(_TICK_S)
         await slot.stop()
         self.slots.pop(slot.name, None)
-        self._freed_at = time.monotonic()
+        self.freed_at = time.monotonic()
         for one in self.slots.values():
             one.retry()
         self.changed.set()
 
-    def _running(self, slot: ReplicaSlot) -> int:
+    def running_requests(self, slot: ReplicaSlot) -> int:
+        """Return the number of a replica's requests by the picker's last report."""
         pool = self.picker.report.get("pools", {}).get(slot.pool, {})
         return int(pool.get("running", {}).get(slot.name, 0)) if slot.replica else 0
 
@@ -198,20 +237,27 @@ class Supervisor:
                         "max_in_flight": slot.model_spec.in_flight,
                         "ready": not (slot.draining or slot.warm or slot.hung),
                         "recipe": slot.model_spec.recipe,
-                        "canary": slot.pool in self._canaries and slot.model_spec is self._canaries[slot.pool][0],
+                        "canary": self.rollouts.is_canary(slot),
                     }
                 )
         state = {
             "models": {name: dataclasses.asdict(model_spec) for name, model_spec in self.spec.models.items()},
             "endpoints": endpoints,
-            "canary_weights": {name: weight for name, (_, weight) in self._canaries.items()},
+            "canary_weights": self.rollouts.weights,
         }
         self.picker.send(state)
 
     async def _respawn(
-        self, name: str, command: Command, while_running: Callable[[], Awaitable[None]] | None = None
+        self,
+        name: str,
+        command: Command,
+        kept: dict[str, tuple[dict[str, Any], int]],
+        while_running: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        await respawn(command, log=self.folder / f"{name}.log", max_backoff_s=2.0, while_running=while_running)
+        log = self.folder / f"{name}.log"
+        await respawn(
+            command, log=log, max_backoff_s=2.0, while_running=while_running, store=self.store, kept=kept.get(name)
+        )
 
     def _picker_command(self) -> Command:
         return Command(argv=(sys.executable, "-m", "powerband.serve.router.picker", str(self.folder)))
@@ -229,103 +275,6 @@ class Supervisor:
             self.picker.send({"replicas": [slot.status() for slot in self.slots.values()], "wanted": wanted})
             await asyncio.sleep(_GAUGES_INTERVAL_S)
 
-    async def _serve_control(self) -> None:
-        """Accept rollout commands on `supervisor.sock`; a rollout whose connection ends is rolled back."""
-
-        async def serve_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            led: set[str] = set()  # models whose rollouts this connection leads
-            try:
-                while line := await reader.readline():
-                    command = json.loads(line)
-                    try:
-                        answer = await self._handle_command(command)
-                        if command["action"] == "start_canary":
-                            led.add(command["model"])
-                    except PowerbandError as error:
-                        answer = {"error": error.message, "hint": error.hint}
-                    writer.write(json.dumps(answer).encode() + b"\n")
-                    await writer.drain()
-            except OSError:
-                pass  # the command was killed
-            finally:
-                writer.close()
-                for name in led & self._canaries.keys():
-                    print(f"warning: the rollout of {name} ended early; it is rolled back", file=sys.stderr, flush=True)
-                    await self._end_rollout(name)
-
-        path = self.folder / "supervisor.sock"
-        path.unlink(missing_ok=True)
-        async with await asyncio.start_unix_server(serve_connection, path) as server:
-            await server.serve_forever()
-
-    async def _handle_command(self, command: dict[str, Any]) -> dict[str, Any]:
-        """Start a canary, set its weight, promote it, or roll it back."""
-        name, action = command["model"], command["action"]
-        if action == "start_canary":
-            if name in self._canaries or name in self._promoted:
-                raise InputError(f"a rollout of {name} is running", hint="wait until it ends, or stop its command")
-            model_spec = ModelSpec.from_data(command["model_spec"])
-            self._canaries[name] = (model_spec, command["canary_weight"])
-            for _ in range(command["replicas"]):
-                self._add(name, model_spec)
-            return {"canary": model_spec.recipe}
-        if action == "set_canary_weight":
-            self._canaries[name] = (self._canaries[name][0], command["canary_weight"])
-            self.changed.set()
-            return {"canary_weight": command["canary_weight"]}
-        if name not in self._canaries:
-            raise InputError(f"no rollout of {name} is running", hint="the supervisor may have been restarted")
-        if action == "promote":
-            await self._promote(name, self._canaries[name][0], command["timeout_s"])
-        await self._end_rollout(name)
-        return {"serving": self.spec.models[name].recipe}
-
-    async def _end_rollout(self, name: str) -> None:
-        """Retire the replicas that are not of the model's spec."""
-        self._canaries.pop(name, None)
-        current = self.spec.models[name]
-        others = [one for one in self.slots.values() if one.pool == name and one.model_spec is not current]
-        await asyncio.gather(*map(self._retire, others))
-
-    async def _promote(self, name: str, model_spec: ModelSpec, timeout_s: float) -> None:
-        """Start the other replicas of the canary's spec and make it the model's, or roll it back after the timeout."""
-        del self._canaries[name]
-        self._promoted[name] = model_spec
-        for _ in range(max(0, model_spec.replicas - len(self._slots_with(model_spec)))):
-            self._add(name, model_spec)
-        until = time.monotonic() + timeout_s
-        try:
-            while starting := [one for one in self._slots_with(model_spec) if not one.address]:
-                if time.monotonic() > until:
-                    problem = next((f": {one.problem}" for one in starting if one.problem), "")
-                    message = f"{len(starting)} of {model_spec.replicas} replicas did not start in {timeout_s:g} s"
-                    self._spawn(self._end_rollout(name))
-                    hint = f"the fleet serves {self.spec.models[name].recipe} again"
-                    raise EngineFailed(message + problem, hint=hint, failure="never_ready")
-                await asyncio.sleep(_TICK_S)
-        finally:
-            del self._promoted[name]
-        self.spec = self.spec.with_model(model_spec)
-        self.spec.write(self.folder)
-        if name in self._autoscalers:
-            self._autoscalers[name].policy = model_spec.scaling_policy()
-
-    def _slots_with(self, model_spec: ModelSpec) -> list[ReplicaSlot]:
-        return [one for one in self.slots.values() if one.model_spec is model_spec]
-
-    def _make_room(self, name: str, new: ModelSpec) -> None:
-        """Retire one replica of the current spec if a replica of the new spec found no free device.
-
-        One replica at most is not ready because of this; the last one that is ready stays.
-        """
-        starting = [one for one in self._slots_with(new) if not one.address]
-        ready = [one for one in self.slots.values() if one.pool == name and one.address and not one.draining]
-        old = [one for one in ready if one.model_spec is not new]
-        draining = any(one.pool == name and one.draining for one in self.slots.values())
-        draining = draining or time.monotonic() < self._freed_at + _FREE_AFTER_S
-        if len(ready) > 1 and old and starting and not draining and all(one.no_room for one in starting):
-            self._spawn(self._retire(min(old, key=self._running)))
-
     async def _tick(self) -> None:
         """Periodically scale, make the picker reload a changed tenants file, and write `status.json`."""
         tenants_changed_at = _changed_at(self.spec.tenants)
@@ -333,9 +282,8 @@ class Supervisor:
             for name, model_spec in self.spec.models.items():
                 if self.stopping.is_set():
                     break
-                new = self._promoted.get(name) or self._canaries.get(name, (None,))[0]
-                if new:
-                    self._make_room(name, new)
+                if new := self.rollouts.new_spec(name):
+                    self.rollouts.make_room(name, new)
                 else:
                     self._reconcile(name, self._desired_replicas(name) if model_spec.scales else model_spec.replicas)
             if (now := _changed_at(self.spec.tenants)) != tenants_changed_at and self.picker.connected:
@@ -392,20 +340,20 @@ class Supervisor:
             self.changed.set()
         in_use, warm = self._slots_of(name)
         for _ in range(desired - len(in_use)):
-            self._add(name, model_spec)
+            self.add(name, model_spec)
         max_replicas = model_spec.max_replicas or desired + model_spec.warm
         missing_warm = min(model_spec.warm, max(0, max_replicas - desired)) - len(warm)
-        least_busy = sorted(in_use, key=lambda one: (one.address is not None, self._running(one)))
+        least_busy = sorted(in_use, key=lambda one: (one.address is not None, self.running_requests(one)))
         for slot in least_busy[: max(0, len(in_use) - desired)]:
             if missing_warm > 0:
                 slot.warm, missing_warm = True, missing_warm - 1
                 self.changed.set()
             else:
-                self._spawn(self._retire(slot))
+                self.spawn(self.retire(slot))
         for _ in range(missing_warm):
-            self._add(name, model_spec, warm=True)
+            self.add(name, model_spec, warm=True)
         for slot in warm[: max(0, -missing_warm)]:
-            self._spawn(self._retire(slot))
+            self.spawn(self.retire(slot))
 
     def status(self) -> dict[str, Any]:
         """Return the content of `status.json`."""
@@ -418,6 +366,12 @@ class Supervisor:
             **self.picker.report,
             "problems": [*filter(None, [self.problem]), *self.picker.report.get("problems", ())],
         }
+
+
+def _deployment_data(model_spec: ModelSpec) -> dict[str, Any]:
+    """Return the deployment of a model as a replica's record has it, after JSON."""
+    data: dict[str, Any] = json.loads(json.dumps(model_spec.deployment().to_data(units=True)))
+    return data
 
 
 def _changed_at(path: str) -> float:
@@ -440,17 +394,23 @@ def _raise_open_files() -> None:
         )
 
 
-async def _main(folder: Path) -> None:
+async def _main(folder: Path, store: StoredDescriptors) -> None:
     _raise_open_files()
-    supervisor = Supervisor(folder)
+    supervisor = Supervisor(folder, store)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, supervisor.stopping.set)
-    await supervisor.run()
+    try:
+        await supervisor.run()
+    except PowerbandError:
+        raise
+    except Exception:  # the next supervisor takes the engines over: they must not end with this one
+        traceback.print_exc()
+        os._exit(1)
 
 
 if __name__ == "__main__":
     try:
-        asyncio.run(_main(Path(sys.argv[1])))
+        asyncio.run(_main(Path(sys.argv[1]), StoredDescriptors(socket.socket(fileno=int(sys.argv[2])))))
     except PowerbandError as error:
         sys.exit(f"{error.message}\nhint: {error.hint}")
