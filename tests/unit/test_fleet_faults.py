@@ -10,7 +10,7 @@ import resource
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,11 @@ def model_spec(name: str = "m") -> ModelSpec:
     return ModelSpec(name=name, data={}, recipe="r", replicas=1, in_flight=1, queue_timeout_s=1.0)
 
 
-def fleet(folder: Path) -> Supervisor:
-    FleetSpec(models={"m": model_spec()}, host="127.0.0.1", port=1, admin_port=2).write(folder)
-    return Supervisor(folder, StoredDescriptors(DescriptorStore().connect()))
+@pytest.fixture
+def found(tmp_path: Path) -> Iterator[Supervisor]:
+    FleetSpec(models={"m": model_spec()}, host="127.0.0.1", port=1, admin_port=2).write(tmp_path)
+    with DescriptorStore().connect() as connection:
+        yield Supervisor(tmp_path, StoredDescriptors(connection))
 
 
 def slots(found: Supervisor, count: int) -> None:
@@ -60,9 +62,10 @@ def slots(found: Supervisor, count: int) -> None:
         found.slots[slot.name] = slot
 
 
-async def test_the_picker_gets_the_whole_state_of_2000_replicas_and_again_on_a_new_connection(tmp_path: Path) -> None:
+async def test_the_picker_gets_the_whole_state_of_2000_replicas_and_again_on_a_new_connection(
+    found: Supervisor, tmp_path: Path
+) -> None:
     """Asyncio's lines end at 64 KiB; and a connection that ends must not be the last one."""
-    found = fleet(tmp_path)
     slots(found, 2000)
     states: list[dict[str, Any]] = []
     both = asyncio.Event()
@@ -91,8 +94,9 @@ async def test_the_picker_gets_the_whole_state_of_2000_replicas_and_again_on_a_n
     assert [len(one["endpoints"]["m"]) for one in states] == [2000, 2000]
 
 
-async def test_a_full_disk_does_not_end_the_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = fleet(tmp_path)
+async def test_a_full_disk_does_not_end_the_supervisor(
+    found: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written: list[Path] = []
 
     def full(path: Path, _: str) -> None:
@@ -366,31 +370,38 @@ def test_a_relay_with_a_secret_refuses_requests_without_it() -> None:
 
 
 def test_stored_descriptors_outlive_the_process_that_opened_them() -> None:
-    store = DescriptorStore()
-    first, (ours, theirs) = StoredDescriptors(store.connect()), socket.socketpair()
+    store, (ours, theirs) = DescriptorStore(), socket.socketpair()
+    with store.connect() as connection, theirs:
+        outlives(store, StoredDescriptors(connection), ours, theirs)
+
+
+def outlives(store: DescriptorStore, first: StoredDescriptors, ours: socket.socket, theirs: socket.socket) -> None:
+    """Keep, drop and take copies of a socket; the other end sees it close with the store."""
     first.keep("a", {"number": 1}, ours.fileno())
     first.keep("b", {}, ours.fileno())
     first.keep("a", {"number": 2}, ours.fileno())
     first.drop("b")
-    assert {key: record for key, (record, _) in first.all().items()} == {"a": {"number": 2}}
+    copies = first.all()
+    assert {key: record for key, (record, _) in copies.items()} == {"a": {"number": 2}}
+    os.close(copies["a"][1])
     ours.close()
-    kept = StoredDescriptors(store.connect()).all()["a"][1]
+    with store.connect() as connection:
+        kept = StoredDescriptors(connection).all()["a"][1]
     with socket.socket(fileno=kept) as again:
         again.sendall(b"still open")
         assert theirs.recv(100) == b"still open"
     store.close()
     theirs.settimeout(5)
-    copies = [descriptor for _, descriptor in first.all().values()]
-    assert copies == []
+    assert theirs.recv(100) == b""
 
 
 async def test_a_process_is_adopted_with_its_exit_status(tmp_path: Path) -> None:
     command = Command(argv=("sh", "-c", "sleep 0.5; exit 7"))
     async with Process(command, log=tmp_path / "log") as process:
-        copy = os.dup(process.control)
-        adopted = await Process.adopt(process.record, copy)
+        adopted = await Process.adopt(process.record, os.dup(process.control))
         assert adopted.pid == process.pid
         process._watcher.cancel()  # as if its supervisor had died
         await asyncio.wait_for(adopted.exited.wait(), 10)
         assert adopted.exit_code == 7
         process._watcher = adopted._watcher
+        await adopted._close()
