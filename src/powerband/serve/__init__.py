@@ -17,7 +17,7 @@ from typing import Any
 
 from powerband.errors import EngineFailed
 from powerband.runtime import ports
-from powerband.serve import envoy
+from powerband.serve import envoy, relay
 from powerband.serve.outer import run_supervisor
 from powerband.serve.spec import FleetSpec, ModelSpec, check_certificate, placed, resolve
 from powerband.store import runs
@@ -87,10 +87,8 @@ async def fleet(
 
     `tls` has the paths of a certificate and its key; Envoy uses all cores unless `threads` is given.
     """
-    from powerband.serve import relay  # a relay's process runs that module: it must not be imported here
-
     envoy.program()  # report what is missing before anything starts
-    relay.check()
+    relay.extension()
     models, host = models if cluster else placed(models), ports.resolve(host)
     folder = folder or runs.new_run("serve")
     with ports.reserve(host, port) as public, ports.reserve("127.0.0.1") as admin:

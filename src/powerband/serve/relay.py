@@ -1,4 +1,4 @@
-"""The relay in front of one engine: `python -m powerband.serve.relay HOST PORT ENGINE_PORT` runs until killed.
+"""The relay in front of one engine: its command, and what the supervisor tells it.
 
 It turns an engine crash into a redirect to the picker, or into a final error event of the stream: see _relay.c.
 """
@@ -9,25 +9,29 @@ import contextlib
 import importlib.util
 import os
 import signal
-import socket
 import sys
+from pathlib import Path
 
 from powerband.core.engine import Command
 from powerband.errors import EngineMissing
 
+_PROCESS = Path(__file__).with_name("relay_process.py")
 
-def check() -> None:
-    """Raise EngineMissing if the C extension is not installed."""
-    if importlib.util.find_spec("powerband.serve._relay") is None:
+
+def extension() -> str:
+    """Return the path of the C extension; raise EngineMissing if it is not installed."""
+    found = importlib.util.find_spec("powerband.serve._relay")
+    if found is None or found.origin is None:
         raise EngineMissing(
             "the relay of 'serve' was not compiled when Powerband was installed",
             hint="install a C compiler, then run: pip install --force-reinstall --no-deps powerband",
         )
+    return found.origin
 
 
 def command(host: str, port: int, engine_port: int, secret: str = "") -> Command:
     """Return the command that starts a relay; with a secret it refuses requests without it."""
-    argv = (sys.executable, "-m", "powerband.serve.relay", host, str(port), str(engine_port))
+    argv = (sys.executable, "-I", "-S", str(_PROCESS), extension(), host, str(port), str(engine_port))
     return Command(argv=argv, env={"POWERBAND_RELAY_SECRET": secret} if secret else {})
 
 
@@ -35,13 +39,3 @@ def redirect_waiting(pid: int) -> None:
     """Let a relay redirect the requests that have no token yet, so that the picker chooses another replica."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGUSR1)
-
-
-if __name__ == "__main__":
-    from powerband.serve import _relay
-
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    host, port, engine_port = sys.argv[1:]
-    with socket.create_server((host, int(port)), backlog=1024) as listener:
-        listener.setblocking(False)
-        _relay.run(listener.fileno(), int(engine_port))
