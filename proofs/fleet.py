@@ -136,7 +136,9 @@ def cpu_s(fleet: Fleet) -> float:
     for one in fleets.processes(fleet):
         with contextlib.suppress(psutil.Error):
             line = " ".join(one.cmdline())
-            if "keeper.py" not in line and any(part in line for part in ("router.picker", "_bin/envoy", "relay_process")):
+            if "keeper.py" not in line and any(
+                part in line for part in ("router.picker", "_bin/envoy", "relay_process")
+            ):
                 times = one.cpu_times()
                 total += times.user + times.system
     return total
