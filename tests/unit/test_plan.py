@@ -3,6 +3,7 @@
 import math
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -16,11 +17,11 @@ from powerband.core.plan import Candidate, Plan, Rejection
 from powerband.core.slo import SLO
 from powerband.core.workload import Workload
 from powerband.errors import InputError
-from powerband.plan import calibrate, expect, residual_model
+from powerband.plan import calibrate, expect, predict, residual_model
 from powerband.plan.closed_loop import steady_state
 from powerband.plan.options import Lengths, Offer, Option, host_of, options
 from powerband.plan.probe import PROBES, ProbeResult
-from powerband.plan.simulate import Limits, simulate
+from powerband.plan.simulate import Limits, Outcome, simulate
 from powerband.plan.step_time import StepTimes
 from powerband.plan.step_work import Batch, Split, Steps
 from powerband.reports import plan as report
@@ -459,3 +460,60 @@ def test_files_with_keys_of_earlier_versions_are_readable() -> None:
     data |= {"known": data.pop("basis"), "priced": data.pop("price_source"), "bound_by": data.pop("limited_by")}
     data["memory"]["longest"] = data["memory"].pop("max_sequence_tokens")
     assert Candidate.model_validate(data) == candidate
+
+
+def server_of(**coefficients: float) -> predict.Server:
+    """Return a replica of a small model on a CPU server."""
+    times = step_times("Qwen/Qwen3-0.6B", **coefficients)
+    return predict.Server(times, Limits(sequences=64, batched_tokens=2048, kv_tokens=200_000))
+
+
+def sampled(count: int = 300) -> predict.Requests:
+    """Return requests of different lengths, one per second."""
+    prompts, outputs = ([20 + 37 * n % 400 for n in range(count)], [8 + 11 * n % 120 for n in range(count)])
+    return predict.Requests([float(n) for n in range(count)], prompts, outputs, LENGTHS)
+
+
+FLOWING = SLO.model_validate({"ttft": {"p95": 3.0}, "tpot": {"p90": 0.03}})
+
+
+def test_a_simulation_that_ends_early_gives_the_verdict_of_the_whole_one() -> None:
+    server, requests = server_of(), sampled()
+    verdicts = []
+    for rate in (0.2, 1.0, 3.0, 6.0, 12.0, 50.0, 200.0):
+        whole = predict.outcome_at(server, requests, rate)
+        cut = predict.outcome_at(server, requests, rate, slo=FLOWING)
+        verdicts.append(predict.meets(FLOWING, whole, server.times.coefficients))
+        assert predict.meets(FLOWING, cut, server.times.coefficients) == verdicts[-1]
+    assert True in verdicts and False in verdicts
+
+
+def test_a_search_that_begins_near_the_result_finds_it_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, requests, rounds = server_of(), sampled(), list[float]()
+    estimate, original = predict.fluid_estimate(server, requests.lengths, FLOWING), predict.outcome_at
+
+    def counted(server: predict.Server, requests: predict.Requests, rate_per_s: float, **more: Any) -> Outcome:
+        rounds.append(rate_per_s)
+        return original(server, requests, rate_per_s, **more)
+
+    monkeypatch.setattr(predict, "outcome_at", counted)
+    first = predict.max_rate(server, requests, FLOWING, estimate=estimate)
+    assert first is not None
+    count = len(rounds)
+    share = first.rate_per_s / estimate.rate_per_s
+    again = predict.max_rate(server, requests, FLOWING, estimate=estimate, share=share)
+    assert again is not None and again.rate_per_s == pytest.approx(first.rate_per_s, rel=0.05)
+    assert len(rounds) - count < count or share <= 0.75
+
+
+def test_slower_tails_under_mixed_load_lower_the_max_rate() -> None:
+    requests, rates = sampled(), []
+    for tail in (1.0, 1.75):
+        server = server_of(tpot_tail=tail)
+        estimate = predict.fluid_estimate(server, requests.lengths, FLOWING)
+        found = predict.max_rate(server, requests, FLOWING, estimate=estimate)
+        assert found is not None
+        rates.append(found.rate_per_s)
+        interval = predict.max_rate_interval(server, requests, FLOWING, found.rate_per_s)
+        assert interval.low <= interval.value <= interval.high
+    assert rates[1] < 0.9 * rates[0]

@@ -99,7 +99,7 @@ def plan(spec: PlanSpec) -> Plan:
             estimate = predict.fluid_estimate(server, requests.lengths, spec.slo)
             fitting.append(FittingOption(found, server, estimate, quality))
     ranked: list[tuple[Candidate, FittingOption]] = []
-    shares: dict[tuple[str, str | None], float] = {}
+    shares: dict[str, float] = {}
     for one in _to_simulate(fitting, spec):
         if (candidate := _simulated(one, requests, spec, shares)) is None:
             rejections.append(_too_slow(_corrected(one, requests.lengths, spec.slo), requests, spec.slo))
@@ -130,18 +130,17 @@ def _rank(one: Candidate) -> tuple[bool, float]:
 
 
 def _simulated(
-    uncorrected: FittingOption, requests: Requests, spec: PlanSpec, shares: dict[tuple[str, str | None], float]
+    uncorrected: FittingOption, requests: Requests, spec: PlanSpec, shares: dict[str, float]
 ) -> Candidate | None:
     """Return the candidate of an option; None if it misses the SLO at every rate.
 
-    `shares` has the last max rate of each engine and device, as a share of its fluid estimate: most are near it.
+    `shares` has the last max rate of each engine, as a share of the fluid estimate: most deployments are near it.
     """
     one = _corrected(uncorrected, requests.lengths, spec.slo)
-    like = (one.option.engine, one.option.offer.device.name)
-    share = shares.get(like, 0.0)
+    share = shares.get(one.option.engine, 0.0)
     predicted = predict.max_rate(one.server, requests, spec.slo, estimate=one.estimate, share=share)
     if predicted:
-        shares[like] = predicted.rate_per_s / one.estimate.rate_per_s
+        shares[one.option.engine] = predicted.rate_per_s / one.estimate.rate_per_s
     return _candidate(one, predicted, requests, spec) if predicted else None
 
 

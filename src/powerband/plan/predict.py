@@ -18,6 +18,7 @@ from powerband.plan.simulate import Limits, Outcome, simulate
 from powerband.plan.step_time import StepTimes
 
 _ROUNDS = 7
+_START = 0.75  # share of the fluid estimate where a search begins
 _PRECISION = 1.04  # the search stops when a failing rate is within this factor of a passing one
 _MAX_OVER_FLUID = 1.25  # steps that combine prefill and decode can sustain more than the fluid estimate
 _MIN_REQUESTS = 240  # of a simulation
@@ -188,7 +189,8 @@ def max_rate(
     `share` of the fluid estimate is where the search begins, if a similar deployment had its highest rate there.
     """
     passing, failing, step = 0.0, estimate.rate_per_s * _MAX_OVER_FLUID, _PRECISION
-    rate = estimate.rate_per_s * (share or 0.75)
+    near = share > _START  # else the known rate was limited by something else than the fluid estimate
+    rate = estimate.rate_per_s * (share if near else _START)
     best: Outcome | None = None
     for _ in range(_ROUNDS):
         found = outcome_at(server, requests, rate, answer_s=estimate.answer_s, slo=slo)
@@ -198,9 +200,9 @@ def max_rate(
             failing = rate
         if passing and failing / passing <= _PRECISION * 1.001:
             break
-        if not share:
+        if not near:
             rate = math.sqrt(passing * failing) if passing else failing / 3
-        elif passing:  # the next failing rate is probably near
+        elif passing:  # the lowest failing rate is probably near
             rate = min(passing * step, math.sqrt(passing * failing))
             step **= 2
         else:

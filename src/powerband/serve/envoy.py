@@ -19,6 +19,9 @@ INTERNAL_HEADERS = (DESTINATION, REQUEST_ID, RECIPE, REPLICA)
 USAGE = "x-powerband-usage"  # what the relay counted: a header of a whole response, a trailer of a stream
 SECRET = "x-powerband-secret"  # between Envoy and the relays on other machines
 
+_PICKER_HEADERS = (  # the headers that the picker reads
+    ":path", ":method", "authorization", "traceparent", "x-powerband-patience-s", "x-powerband-priority", REQUEST_ID,
+)  # fmt: skip
 _CERTIFICATE = "fleet"
 _MAX_WAIT_S = 600
 _MAX_BODY_BYTES = 8 * 2**20
@@ -141,6 +144,7 @@ def _connection_manager(secret: str) -> dict[str, Any]:
                 },
                 message_timeout=f"{_MAX_WAIT_S}s",
                 failure_mode_allow=False,
+                forward_rules={"allowed_headers": {"patterns": [{"exact": name} for name in _PICKER_HEADERS]}},
                 mutation_rules={"allow_all_routing": True},
             ),
             _typed("envoy.filters.http.router", f"{filters}.router.v3.Router", suppress_envoy_headers=True),
@@ -195,7 +199,7 @@ def _overwrite(headers: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def _access_log() -> dict[str, Any]:
-    """Report the end of every request to the picker, without buffering."""
+    """Report the end of every request to the picker, together with those of the next milliseconds."""
     return _typed(
         "envoy.access_loggers.http_grpc",
         "envoy.extensions.access_loggers.grpc.v3.HttpGrpcAccessLogConfig",
@@ -203,7 +207,7 @@ def _access_log() -> dict[str, Any]:
             "log_name": "fleet",
             "transport_api_version": "V3",
             "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}},
-            "buffer_size_bytes": 0,
+            "buffer_flush_interval": "0.01s",  # later, a freed slot would stay empty for a noticeable time
         },
         additional_request_headers_to_log=[REQUEST_ID],
         additional_response_headers_to_log=[USAGE],

@@ -14,7 +14,7 @@ from pathlib import Path
 from powerband.runtime.descriptor_store import DescriptorStore
 
 _DRAIN_S = 600.0  # for requests in flight, when the fleet stops
-_MIN_BACKOFF_S, _MAX_BACKOFF_S, _BACKOFF_RESET_S = 0.05, 5.0, 10.0
+_MIN_BACKOFF_S, _MAX_BACKOFF_S, _BACKOFF_RESET_S = 0.05, 1.0, 2.0  # meanwhile nobody sees a dead replica
 _PR_SET_PDEATHSIG = 1
 
 
