@@ -397,3 +397,13 @@ async def test_an_unavailable_replica_is_no_dead_engine() -> None:
         for one in found.pools["m"].endpoints.values():
             one.suspended_until_s = 0.0
         assert earlier is not None and earlier.deaths == 0
+
+
+async def test_a_replica_that_came_back_is_used_at_once() -> None:
+    found = failed_scheduler()
+    rows = [endpoint("a", 2), endpoint("b", 2)]
+    for one in found.pools["m"].endpoints.values():
+        one.suspended_until_s = 1e12
+    found.update_endpoints({"m": [rows[0] | {"ready": False}, rows[1]]}, {})
+    found.update_endpoints({"m": rows}, {})
+    assert [one.is_able(0.0) for one in found.pools["m"].endpoints.values()] == [True, False]

@@ -115,6 +115,8 @@ class RequestScheduler:
                 if known is None or known.address != one["address"]:
                     pool.add(Endpoint(**one))
                 else:
+                    if one["ready"] and not known.ready:
+                        known.suspended_until_s = 0.0  # the supervisor has seen it fail and come back
                     known.max_in_flight, known.ready, known.canary = one["max_in_flight"], one["ready"], one["canary"]
             self._dispatch(pool)
 
