@@ -55,7 +55,8 @@ async def rollout(
     canary = dataclasses.replace(next(iter(resolve(new)[0].values())), name=name, replicas=current.replicas)
     if canary.recipe == current.recipe:
         canary = dataclasses.replace(canary, recipe=f"{canary.recipe} (new)")
-    kept = {name: getattr(current, name) for name in ("aliases", "adapters", "routing", "fallback", "max_replicas", "warm")}
+    of_fleet = ("aliases", "adapters", "routing", "fallback", "max_replicas", "warm")
+    kept = {name: getattr(current, name) for name in of_fleet}
     canary = dataclasses.replace(canary, **kept)
     report(f"starting canary {canary.recipe} next to {current.recipe}")
     before = _counts(folder)
