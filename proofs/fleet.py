@@ -9,6 +9,7 @@ import random
 import ssl
 import statistics
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -128,6 +129,30 @@ def client(fleet: Fleet) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
     trusted = ssl.create_default_context(cafile=fleet.spec.tls_cert) if fleet.spec.tls_cert else False
     return httpx.AsyncClient(base_url=fleet.url, trust_env=False, timeout=120, limits=limits, verify=trusted)
+
+
+@contextlib.asynccontextmanager
+async def load(http: httpx.AsyncClient, model: str, users: int, tokens: int) -> AsyncIterator[Counter[int]]:
+    """Let users ask without a pause, each time something else; yield the status codes of the answers."""
+    codes, ended = Counter[int](), asyncio.Event()
+
+    async def user(number: int) -> None:
+        while not ended.is_set():
+            body = {"model": model, "prompt": f"{number} {codes.total()} {random.random()}", "max_tokens": tokens}
+            codes[(await http.post("/v1/completions", json=body, timeout=120)).status_code] += 1
+
+    tasks = [asyncio.create_task(user(number)) for number in range(users)]
+    yield codes
+    ended.set()
+    await asyncio.gather(*tasks)
+
+
+def golden_or_real(folder: Path, kind: str, replicas: int) -> tuple[Path, str]:
+    """Write a fleet of golden servers or of llama.cpp; return its file and the name of its model."""
+    folder.mkdir()
+    if kind == "golden":
+        return fleets.write(folder, models={"golden": {"replicas": replicas}}), "golden"
+    return written(folder, smollm2={"recipe": str(real(folder, slots=4)), "replicas": replicas}), "smollm2"
 
 
 def cpu_s(fleet: Fleet) -> float:

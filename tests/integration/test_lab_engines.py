@@ -21,13 +21,9 @@ import pytest
 
 from powerband import engines
 from powerband.testing.lab.world import ENVIRONMENT, LabDevice, LabHost
+from support.model_configs import LLAMA_8B
 
 GB, GIB = 10**9, 2**30
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "hidden_size": 4096,
-    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "vocab_size": 128256, "max_position_embeddings": 131072, "tie_word_embeddings": False,
-}  # fmt: skip
 MEMORY = 80 * GB
 
 

@@ -10,13 +10,9 @@ from pathlib import Path
 import pytest
 
 from powerband.testing.lab import host as lab
+from support.model_configs import LLAMA_8B
 from support.recipes import recipe
 
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "hidden_size": 4096,
-    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "vocab_size": 128256, "max_position_embeddings": 131072,
-}  # fmt: skip
 WEIGHT_BYTES = 16 * 10**9
 RUN_A_SLOT = """
 import asyncio, json, sys

@@ -10,14 +10,10 @@ from pathlib import Path
 import pytest
 
 from powerband.testing.lab import host as lab
+from support.model_configs import LLAMA_1B
 
 pytest.importorskip("grpc")
 
-LLAMA_1B = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "hidden_size": 2048,
-    "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "vocab_size": 128256, "max_position_embeddings": 131072,
-}  # fmt: skip
 ROLL_OUT = """
 import asyncio, json, sys
 from pathlib import Path

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from powerband.testing.lab import host as lab
-from support.selftests import GB, H100, LLAMA_8B, adopt, environment, planned_error, private, selftest
+from support.model_configs import LLAMA_8B
+from support.selftests import GB, H100, adopt, environment, planned_error, private, selftest
 
 
 def test_all_checks_pass_and_the_bundle_improves_the_plan(tmp_path: Path) -> None:

@@ -8,16 +8,9 @@ import sys
 from pathlib import Path
 
 from powerband.testing.lab import host as lab
+from support.model_configs import LLAMA_8B, LLAMA_70B
 
 GB = 10**9
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "hidden_size": 4096,
-    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "vocab_size": 128256, "max_position_embeddings": 131072,
-}  # fmt: skip
-LLAMA_70B = LLAMA_8B | {
-    "num_hidden_layers": 80, "num_attention_heads": 64, "hidden_size": 8192, "intermediate_size": 28672,
-}  # fmt: skip
 SPEC = """
 import asyncio, json, sys
 from pathlib import Path

@@ -15,11 +15,6 @@ from typing import Any
 from powerband.testing.lab import host as lab
 
 GB = 10**9
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "hidden_size": 4096,
-    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "vocab_size": 128256, "max_position_embeddings": 131072,
-}  # fmt: skip
 H100 = {"device": "h100-sxm"}
 
 

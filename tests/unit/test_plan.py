@@ -501,7 +501,7 @@ def test_a_search_that_begins_near_the_result_finds_it_faster(monkeypatch: pytes
     assert first is not None
     count = len(rounds)
     share = first.rate_per_s / estimate.rate_per_s
-    again = predict.max_rate(server, requests, FLOWING, estimate=estimate, share=share)
+    again = predict.max_rate(server, requests, FLOWING, estimate=estimate, start_share=share)
     assert again is not None and again.rate_per_s == pytest.approx(first.rate_per_s, rel=0.05)
     assert len(rounds) - count < count or share <= 0.75
 

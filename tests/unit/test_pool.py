@@ -323,7 +323,7 @@ def test_a_request_that_may_have_ended_an_engine_runs_alone() -> None:
     for _ in range(16):
         found.enqueue(RequestProfile(10, 10), 0.0)
     running = dispatch(found, 0.0)
-    alone = [found.enqueue(RequestProfile(10, 10), 0.0, alone=True) for _ in range(3)]
+    alone = [found.enqueue(RequestProfile(10, 10), 0.0, exclusive=True) for _ in range(3)]
     assert dispatch(found, 0.0) == [] and found.depth == 3
     reserved = [one for one in found.endpoints.values() if one.reserved_for]
     assert len(reserved) == 2  # a quarter of the replicas
@@ -345,7 +345,10 @@ def test_a_cancelled_request_frees_the_replica_that_was_reserved_for_it() -> Non
     found = pool(replicas=1, max_in_flight=1)
     found.enqueue(RequestProfile(10, 10), 0.0)
     (first,) = dispatch(found, 0.0)
-    alone, other = found.enqueue(RequestProfile(10, 10), 0.0, alone=True), found.enqueue(RequestProfile(10, 10), 0.0)
+    alone, other = (
+        found.enqueue(RequestProfile(10, 10), 0.0, exclusive=True),
+        found.enqueue(RequestProfile(10, 10), 0.0),
+    )
     assert dispatch(found, 0.0) == []
     found.cancel(alone)
     found.finish(first, 1.0)

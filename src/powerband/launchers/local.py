@@ -267,7 +267,7 @@ def attach(prepared: Prepared, url: str, *, directory: Path) -> Replica:
 
 
 def adopt(deployment: Deployment[Any], record: Mapping[str, Any], process: Process, *, directory: Path) -> Replica:
-    """Return the replica of a ready engine that an earlier supervisor started; `record` is that of `handover`."""
+    """Return the replica of a ready engine that an earlier supervisor started; `record` is an `adoption_record`."""
     return Replica(
         deployment=deployment,
         engine=engines.get(deployment.engine),
@@ -280,7 +280,7 @@ def adopt(deployment: Deployment[Any], record: Mapping[str, Any], process: Proce
     )
 
 
-def handover(replica: Replica) -> dict[str, Any]:
+def adoption_record(replica: Replica) -> dict[str, Any]:
     """Return what `adopt` needs besides the process."""
     return {"url": replica.url, "port": replica.port, "allocation": replica.allocation.model_dump(mode="json")}
 

@@ -134,7 +134,7 @@ def outcome_at(
         server.limits,
         cached_share=requests.lengths.cached_share,
         warmup=warmup,
-        hopeless=_too_many_late(slo, count - warmup, server.times.coefficients) if slo else None,
+        stop_when=_too_many_late(slo, count - warmup, server.times.coefficients) if slo else None,
     )
 
 
@@ -146,7 +146,7 @@ def _too_many_late(slo: SLO, count: int, coefficients: Coefficients) -> Callable
     ]
     late = [0] * len(bounds)
 
-    def hopeless(ttft: float, e2e: float, output: int) -> bool:
+    def is_too_late(ttft: float, e2e: float, output: int) -> bool:
         for place, (metric, limit, most) in enumerate(bounds):
             if metric in ("ttft", "e2e"):
                 late[place] += (ttft if metric == "ttft" else e2e) > limit
@@ -156,7 +156,7 @@ def _too_many_late(slo: SLO, count: int, coefficients: Coefficients) -> Callable
                 return True
         return False
 
-    return hopeless
+    return is_too_late
 
 
 def tail(metric: str, share: float, coefficients: Coefficients) -> float:
@@ -182,15 +182,15 @@ def meets(slo: SLO, found: Outcome, coefficients: Coefficients) -> bool:
 
 
 def max_rate(
-    server: Server, requests: Requests, slo: SLO, *, estimate: FluidEstimate, share: float = 0.0
+    server: Server, requests: Requests, slo: SLO, *, estimate: FluidEstimate, start_share: float = 0.0
 ) -> Prediction | None:
     """Return the highest rate that meets the SLO, searched around the fluid estimate; None if no rate does.
 
-    `share` of the fluid estimate is where the search begins, if a similar deployment had its highest rate there.
+    The search begins at `start_share` of the fluid estimate, if a similar deployment had its highest rate there.
     """
     passing, failing, step = 0.0, estimate.rate_per_s * _MAX_OVER_FLUID, _PRECISION
-    near = share > _START  # else the known rate was limited by something else than the fluid estimate
-    rate = estimate.rate_per_s * (share if near else _START)
+    near = start_share > _START  # else the known rate was limited by something else than the fluid estimate
+    rate = estimate.rate_per_s * (start_share if near else _START)
     best: Outcome | None = None
     for _ in range(_ROUNDS):
         found = outcome_at(server, requests, rate, answer_s=estimate.answer_s, slo=slo)

@@ -57,13 +57,13 @@ def simulate(
     cached_share: float = 0.0,
     warmup: int = 0,
     closed: bool = False,
-    hopeless: Callable[[float, float, int], bool] | None = None,
+    stop_when: Callable[[float, float, int], bool] | None = None,
 ) -> Outcome:
     """Return the latencies of the requests, without the first `warmup` of them.
 
     `cached_share` of every prompt is already in the KV cache. In a `closed` loop `due` has the first request of each
-    user; the next one is sent when an answer ends, until all prompts are sent. `hopeless` is called with the TTFT, the
-    E2E latency and the output tokens of each counted request; once it returns True, the outcome is empty.
+    user; the next one is sent when an answer ends, until all prompts are sent. `stop_when` is called with the TTFT, the
+    E2E latency and the output tokens of each counted request; once it returns True, the simulation ends without one.
     """
     count, due = len(prompts if closed else due), array("d", due)
     ttft, ends = array("d", bytes(8 * count)), array("d", bytes(8 * count))
@@ -133,7 +133,7 @@ def simulate(
         while decoding and decoding[0][0] <= step + 1e-9:
             _, number, kv_tokens = heapq.heappop(decoding)
             ends[number], served[number] = now, True
-            if hopeless and number >= warmup and hopeless(ttft[number], now - due[number], outputs[number]):
+            if stop_when and number >= warmup and stop_when(ttft[number], now - due[number], outputs[number]):
                 return Outcome()
             reserved -= kv_tokens
             context = max(0.0, context - kv_tokens)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _MAX_BYTES = 1 << 17  # of a message: below the default buffer of a socket
+StoredProcess = tuple[dict[str, Any], int]  # a process' record, and its control socket
 
 
 class DescriptorStore:
@@ -78,9 +79,9 @@ class StoredDescriptors:
         with contextlib.suppress(OSError):
             self._connection.send(json.dumps({"key": key}).encode())
 
-    def all(self) -> dict[str, tuple[dict[str, Any], int]]:
+    def all(self) -> dict[str, StoredProcess]:
         """Return the record and a copy of each descriptor, by key."""
-        found: dict[str, tuple[dict[str, Any], int]] = {}
+        found: dict[str, StoredProcess] = {}
         self._connection.send(b"{}")
         while True:
             data, descriptors, _, _ = socket.recv_fds(self._connection, _MAX_BYTES, 1)

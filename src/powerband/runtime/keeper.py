@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -30,6 +31,17 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def die_with(parent: int) -> Callable[[], None]:
+    """Return what a child runs before its program, so that the kernel kills it when its parent ends."""
+
+    def before_exec() -> None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return before_exec
 
 
 class Log:
@@ -130,13 +142,6 @@ class Keeper:
         self.send(f"exit {self.status}")
 
     def spawn(self) -> subprocess.Popen[bytes] | None:
-        keeper = os.getpid()
-
-        def before_exec() -> None:
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != keeper:
-                os._exit(1)
-
         try:
             return subprocess.Popen(
                 self.argv,
@@ -145,7 +150,7 @@ class Keeper:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "TMPDIR": self.scratch},
                 process_group=0,
-                preexec_fn=before_exec,
+                preexec_fn=die_with(os.getpid()),
             )
         except OSError as error:
             self.send(f"cannot {error}")

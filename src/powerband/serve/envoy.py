@@ -50,7 +50,7 @@ def bootstrap(
 ) -> dict[str, Any]:
     """Return Envoy's bootstrap configuration; it watches the file `endpoints` for the replicas.
 
-    With `tls`, a file that `certificate` wrote, the listener speaks only TLS.
+    With `tls`, a file that `certificate` wrote, the listener speaks only TLS. Relays get the `secret` in each request.
     """
     chain: dict[str, Any] = {"filters": [_connection_manager(secret)]}
     if tls:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
+from powerband.runtime import keeper
 from powerband.runtime.descriptor_store import DescriptorStore
 
 _DRAIN_S = 600.0  # for requests in flight, when the fleet stops
 _MIN_BACKOFF_S, _MAX_BACKOFF_S, _BACKOFF_RESET_S = 0.05, 1.0, 2.0  # meanwhile nobody sees a dead replica
-_PR_SET_PDEATHSIG = 1
 
 
 async def run_supervisor(folder: Path) -> None:
@@ -43,14 +41,6 @@ async def run_supervisor(folder: Path) -> None:
 
 
 def _start(folder: Path, store: DescriptorStore) -> subprocess.Popen[bytes]:
-    parent = os.getpid()
-
-    def before_exec() -> None:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
     with store.connect() as connection, (folder / "supervisor.log").open("ab") as log:
         argv = [sys.executable, "-m", "powerband.serve.control.supervisor", str(folder), str(connection.fileno())]
         return subprocess.Popen(
@@ -60,7 +50,7 @@ def _start(folder: Path, store: DescriptorStore) -> subprocess.Popen[bytes]:
             stderr=subprocess.STDOUT,
             pass_fds=[connection.fileno()],
             start_new_session=True,
-            preexec_fn=before_exec,
+            preexec_fn=keeper.die_with(os.getpid()),
         )
 
 

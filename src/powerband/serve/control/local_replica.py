@@ -14,7 +14,7 @@ from powerband import engines
 from powerband.errors import EngineFailed, InputError
 from powerband.launchers import local
 from powerband.runtime import ports
-from powerband.runtime.descriptor_store import StoredDescriptors
+from powerband.runtime.descriptor_store import StoredDescriptors, StoredProcess
 from powerband.runtime.ports import Port
 from powerband.runtime.process import Process
 from powerband.serve import relay
@@ -37,11 +37,11 @@ class RunningReplica:
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredReplica:
     """A running replica as the descriptor store keeps it: the records and control sockets of its two processes."""
 
-    engine: tuple[dict[str, Any], int]
-    relay: tuple[dict[str, Any], int]
+    engine: StoredProcess
+    relay: StoredProcess
 
 
 @contextlib.asynccontextmanager
@@ -54,7 +54,7 @@ async def run_replica(
     secret: str = "",
     store: StoredDescriptors | None = None,
     about: Mapping[str, Any] | None = None,
-    kept: Kept | None = None,
+    stored: StoredReplica | None = None,
     on_placed: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[RunningReplica]:
     """Start a replica of a deployment, and yield it once it is ready; on the given port if that is free.
@@ -65,10 +65,10 @@ async def run_replica(
     directory.mkdir(parents=True, exist_ok=True)
     deployment, began = engines.deployment_of(data), time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
-        if kept:
-            engine, relay_process = [await Process.adopt(*one) for one in (kept.engine, kept.relay)]
-            address = str(kept.relay[0]["address"])
-            replica = local.adopt(deployment, kept.engine[0], engine, directory=directory)
+        if stored:
+            engine, relay_process = [await Process.adopt(*one) for one in (stored.engine, stored.relay)]
+            address = str(stored.relay[0]["address"])
+            replica = local.adopt(deployment, stored.engine[0], engine, directory=directory)
             await stack.enter_async_context(replica)
         else:
             prepared = await asyncio.to_thread(local.prepare, deployment)
@@ -80,16 +80,16 @@ async def run_replica(
             relay_process = Process(command, log=directory / "relay.log")
             address = f"{host}:{reserved.number}"
         await stack.enter_async_context(relay_process)
-        if not kept:
+        if not stored:
             await _wait_listening(host, reserved.number, relay_process)
         if store and replica.process:
             records = {
-                "engine": (replica.process, local.handover(replica)),
+                "engine": (replica.process, local.adoption_record(replica)),
                 "relay": (relay_process, {"address": address}),
             }
             for name, (process, more) in records.items():
                 key = f"{directory.name}/{name}"
-                start_s = kept.engine[0]["start_s"] if kept else time.monotonic() - began
+                start_s = stored.engine[0]["start_s"] if stored else time.monotonic() - began
                 record = {**process.record, **more, **(about or {}), "start_s": start_s}
                 store.keep(key, record, process.control)
                 stack.callback(store.drop, key)

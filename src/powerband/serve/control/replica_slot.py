@@ -38,18 +38,18 @@ class ReplicaSlot:
         on_ray: bool = False,
         secret: str = "",
         store: StoredDescriptors | None = None,
-        kept: local_replica.Kept | None = None,
+        stored: local_replica.StoredReplica | None = None,
     ) -> None:
         self.name, self.pool, self.model_spec, self.folder = name, pool, model_spec, folder
         self.on_ray, self.secret, self.on_change = on_ray, secret, on_change
         self.store = store  # keeps the replica for the next supervisor
-        self._kept = kept  # by the supervisor before this one
+        self._stored = stored  # by the supervisor before this one
         self.replica: local_replica.RunningReplica | None = None
         self._port: int | None = None  # reused after a restart, because retried requests may still go to it
         self.draining = False
         self.warm = False  # ready, but receives no requests
-        self.starts = int(kept.engine[0]["starts"]) if kept else 0
-        self.start_s: float | None = kept.engine[0]["start_s"] if kept else None
+        self.starts = int(stored.engine[0]["starts"]) if stored else 0
+        self.start_s: float | None = stored.engine[0]["start_s"] if stored else None
         self._was_ready = False
         self.problem = ""
         self.no_room = False  # the last start found too few free devices
@@ -92,15 +92,15 @@ class ReplicaSlot:
 
     async def _run_once(self) -> None:
         """Start a replica, and return when it ended or the slot is stopped."""
-        kept, self._kept = self._kept, None
-        self.starts += not kept
+        stored, self._stored = self._stored, None
+        self.starts += not stored
         began = time.monotonic()
         stopping = asyncio.create_task(self._stopping.wait())
         data, directory = self.model_spec.deployment().to_data(units=True), self.folder / self.name
         try:
-            async with self._run_replica(data, directory, kept) as replica:
+            async with self._run_replica(data, directory, stored) as replica:
                 self.replica, self._was_ready = replica, True
-                self.start_s = self.start_s if kept else time.monotonic() - began
+                self.start_s = self.start_s if stored else time.monotonic() - began
                 self._port = int(replica.address.rpartition(":")[2])
                 self.on_change()
                 ended = asyncio.ensure_future(replica.wait_ended())
@@ -151,7 +151,7 @@ class ReplicaSlot:
             self.on_change()
 
     def _run_replica(
-        self, data: dict[str, Any], directory: Path, kept: local_replica.Kept | None
+        self, data: dict[str, Any], directory: Path, stored: local_replica.StoredReplica | None
     ) -> contextlib.AbstractAsyncContextManager[local_replica.RunningReplica]:
         if self.on_ray:
             from powerband.serve.control import ray_replica
@@ -166,7 +166,7 @@ class ReplicaSlot:
             port=self._port,
             store=self.store,
             about={"model": self.pool, "data": data, "starts": self.starts},
-            kept=kept,
+            stored=stored,
             on_placed=self._on_placed,
         )
 

@@ -7,10 +7,9 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 from powerband.core.engine import Command
-from powerband.runtime.descriptor_store import StoredDescriptors
+from powerband.runtime.descriptor_store import StoredDescriptors, StoredProcess
 from powerband.runtime.process import Process
 
 _MIN_BACKOFF_S, _BACKOFF_RESET_S = 0.05, 10.0
@@ -24,7 +23,7 @@ async def respawn(
     grace_s: float = 3.0,
     while_running: Callable[[], Awaitable[None]] | None = None,
     store: StoredDescriptors,
-    kept: tuple[dict[str, Any], int] | None = None,
+    stored: StoredProcess | None = None,
 ) -> None:
     """Run a command until cancelled; restart it with exponential back-off.
 
@@ -34,8 +33,8 @@ async def respawn(
     backoff_s = _MIN_BACKOFF_S
     while True:
         began = time.monotonic()
-        starting = await Process.adopt(*kept) if kept else Process(command, log=log, grace_s=grace_s)
-        kept = None
+        starting = await Process.adopt(*stored) if stored else Process(command, log=log, grace_s=grace_s)
+        stored = None
         async with starting as process, contextlib.AsyncExitStack() as stack:
             store.keep(log.stem, process.record, process.control)
             stack.callback(store.drop, log.stem)

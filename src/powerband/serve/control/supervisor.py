@@ -29,10 +29,10 @@ import httpx
 from powerband.core.engine import Command
 from powerband.errors import PowerbandError
 from powerband.runtime import ray_cluster
-from powerband.runtime.descriptor_store import StoredDescriptors
+from powerband.runtime.descriptor_store import StoredDescriptors, StoredProcess
 from powerband.serve import envoy
 from powerband.serve.control.autoscaler import Autoscaler, FleetSnapshot
-from powerband.serve.control.local_replica import Kept
+from powerband.serve.control.local_replica import StoredReplica
 from powerband.serve.control.picker_link import PickerLink
 from powerband.serve.control.replica_slot import ReplicaSlot
 from powerband.serve.control.respawn import respawn
@@ -73,8 +73,8 @@ class Supervisor:
         """Serve until `stopping` is set; then finish the running requests, and stop everything."""
         if self.spec.cluster:
             await asyncio.to_thread(ray_cluster.connect, self.spec.cluster)
-        kept = self.store.all()
-        await self._adopt(kept)
+        stored = self.store.all()
+        await self._adopt(stored)
         self._write_configuration()
         for name, model_spec in self.spec.models.items():
             in_use, _ = self._slots_of(name)
@@ -82,8 +82,8 @@ class Supervisor:
                 self.add(name, model_spec)
             self._reconcile(name, max(model_spec.replicas, len(in_use) if model_spec.scales else 0))
         helpers = [
-            asyncio.create_task(self._respawn("picker", self._picker_command(), kept, self.picker.run)),
-            asyncio.create_task(self._respawn("envoy", self._envoy_command(), kept)),
+            asyncio.create_task(self._respawn("picker", self._picker_command(), stored, self.picker.run)),
+            asyncio.create_task(self._respawn("envoy", self._envoy_command(), stored)),
             asyncio.create_task(self._publish_changes()),
             asyncio.create_task(self._tick()),
             asyncio.create_task(self.rollouts.serve()),
@@ -98,16 +98,16 @@ class Supervisor:
             one.cancel()
         await asyncio.gather(*helpers, return_exceptions=True)
 
-    async def _adopt(self, kept: dict[str, tuple[dict[str, Any], int]]) -> None:
+    async def _adopt(self, stored: dict[str, StoredProcess]) -> None:
         """Take over the replicas of an earlier supervisor that run the same deployments; end the others."""
-        for key in [key for key in kept if key.endswith("/engine")]:
-            name, (record, _) = key.removesuffix("/engine"), kept[key]
+        for key in [key for key in stored if key.endswith("/engine")]:
+            name, (record, _) = key.removesuffix("/engine"), stored[key]
             pool = record["model"]
             model_spec = self.spec.models.get(pool)
-            if model_spec and f"{name}/relay" in kept and record["data"] == _deployment_data(model_spec):
-                self.add(pool, model_spec, name=name, kept=Kept(kept[key], kept[f"{name}/relay"]))
+            if model_spec and f"{name}/relay" in stored and record["data"] == _deployment_data(model_spec):
+                self.add(pool, model_spec, name=name, stored=StoredReplica(stored[key], stored[f"{name}/relay"]))
                 self._last_numbers[pool] = max(self._last_numbers[pool], int(name.rpartition("-")[2]))
-        for key, (_, control) in kept.items():
+        for key, (_, control) in stored.items():
             if "/" in key and key.rpartition("/")[0] not in self.slots:
                 self.store.drop(key)
                 os.close(control)
@@ -142,10 +142,16 @@ class Supervisor:
             self._autoscalers[model_spec.name].policy = model_spec.scaling_policy()
 
     def add(
-        self, pool: str, model_spec: ModelSpec, *, warm: bool = False, name: str = "", kept: Kept | None = None
+        self,
+        pool: str,
+        model_spec: ModelSpec,
+        *,
+        warm: bool = False,
+        name: str = "",
+        stored: StoredReplica | None = None,
     ) -> None:
-        """Add a replica to a model's pool, or one that an earlier supervisor kept."""
-        self._last_numbers[pool] += not kept
+        """Add a replica to a model's pool, or one that an earlier supervisor stored."""
+        self._last_numbers[pool] += not stored
         slot = ReplicaSlot(
             name or f"{pool}-{self._last_numbers[pool]}",
             pool,
@@ -155,7 +161,7 @@ class Supervisor:
             secret=self.spec.relay_secret,
             on_change=self.changed.set,
             store=self.store,
-            kept=kept,
+            stored=stored,
         )
         slot.warm = warm
         self.slots[slot.name] = slot
@@ -251,12 +257,12 @@ class Supervisor:
         self,
         name: str,
         command: Command,
-        kept: dict[str, tuple[dict[str, Any], int]],
+        stored: dict[str, StoredProcess],
         while_running: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         log = self.folder / f"{name}.log"
         await respawn(
-            command, log=log, max_backoff_s=2.0, while_running=while_running, store=self.store, kept=kept.get(name)
+            command, log=log, max_backoff_s=2.0, while_running=while_running, store=self.store, stored=stored.get(name)
         )
 
     def _picker_command(self) -> Command:

@@ -53,7 +53,6 @@ class QueuedRequest:
     started_s: float = 0.0
     in_flight_s_at_start: float = 0.0  # the endpoint's in_flight_s when this request started
     work_estimate: float = 0.0  # without the prompt tokens in the prefix cache
-    alone: bool = False  # it may have ended an engine: it gets a replica without other requests
     done: bool = False  # cancelled, expired or finished
 
 
@@ -117,7 +116,7 @@ class EndpointPool:
         self.arrived = self._dispatched = self._dispatched_to_canaries = 0
         self.canary_weight = 0.0  # share of the requests that canaries receive
         self._queue: list[tuple[int, int, QueuedRequest]] = []
-        self._alone: list[QueuedRequest] = []  # queued requests that get a replica without other requests
+        self._exclusive: list[QueuedRequest] = []  # they may have ended an engine: each gets a replica of its own
         self._queued_work: dict[int, float] = {}  # by priority
         self._deadlines: list[tuple[float, int, QueuedRequest]] = []
         self._numbers = itertools.count(1)
@@ -125,12 +124,12 @@ class EndpointPool:
     @property
     def depth(self) -> int:
         """Return the number of queued requests."""
-        return sum(1 for _, _, one in self._queue if not one.done) + sum(1 for one in self._alone if not one.done)
+        return sum(1 for _, _, one in self._queue if not one.done) + sum(1 for one in self._exclusive if not one.done)
 
     @property
     def waiting(self) -> bool:
         """Return whether a request may be queued."""
-        return bool(self._queue or self._alone)
+        return bool(self._queue or self._exclusive)
 
     @property
     def running(self) -> int:
@@ -147,12 +146,12 @@ class EndpointPool:
         ahead = sum(work for rank, work in self._queued_work.items() if rank <= priority)
         return (ahead + 0.5 * self._typical_work) * self.seconds_per_unit / len(able)
 
-    def enqueue(self, profile: RequestProfile, now_s: float, *, alone: bool = False) -> QueuedRequest:
+    def enqueue(self, profile: RequestProfile, now_s: float, *, exclusive: bool = False) -> QueuedRequest:
         """Append a request to the queue of its priority, or to those that get a replica without other requests."""
-        queued = QueuedRequest(next(self._numbers), profile, now_s, alone=alone)
+        queued = QueuedRequest(next(self._numbers), profile, now_s)
         self.arrived += 1
-        if alone:
-            self._alone.append(queued)
+        if exclusive:
+            self._exclusive.append(queued)
         else:
             heapq.heappush(self._queue, (profile.priority, queued.number, queued))
         self._queued_work[profile.priority] = self._queued_work.get(profile.priority, 0.0) + profile.work_estimate
@@ -176,8 +175,8 @@ class EndpointPool:
 
     def dispatch(self, now_s: float) -> Iterator[QueuedRequest]:
         """Assign queued requests to replicas with free slots, highest priority first, and yield them."""
-        if self._alone:
-            yield from self._dispatch_alone(now_s)
+        if self._exclusive:
+            yield from self._dispatch_exclusive(now_s)
         free = [
             one
             for one in self.endpoints.values()
@@ -196,16 +195,16 @@ class EndpointPool:
                 free.remove(chosen)
             yield queued
 
-    def _dispatch_alone(self, now_s: float) -> Iterator[QueuedRequest]:
+    def _dispatch_exclusive(self, now_s: float) -> Iterator[QueuedRequest]:
         """Reserve replicas for the requests that run alone, a quarter at most, and start them when they are idle."""
-        self._alone = [one for one in self._alone if not one.done]
+        self._exclusive = [one for one in self._exclusive if not one.done]
         able = {one.name: one for one in self.endpoints.values() if one.is_able(now_s) and not one.canary}
         held = {one.reserved_for: one for one in self.endpoints.values() if one.reserved_for}
         for queued, one in held.items():
             if queued.done or (queued.endpoint is None and one.name not in able):
                 one.reserved_for = None
         held = {queued: one for queued, one in held.items() if one.reserved_for}
-        for queued in list(self._alone):
+        for queued in list(self._exclusive):
             free = [one for one in able.values() if not one.reserved_for]
             if queued not in held and free and len(held) < max(1, len(able) // 4):
                 held[queued] = min(
@@ -213,7 +212,7 @@ class EndpointPool:
                 )
                 held[queued].reserved_for = queued
             if queued in held and held[queued].running == 0:
-                self._alone.remove(queued)
+                self._exclusive.remove(queued)
                 self._queued_work[queued.profile.priority] -= queued.profile.work_estimate
                 self._start(queued, held[queued], now_s)
                 yield queued

@@ -44,16 +44,16 @@ class Quarantine:
     def __len__(self) -> int:
         return len(self._until_s)
 
-    def add(self, print_: bytes, now_s: float) -> None:
+    def add(self, key: bytes, now_s: float) -> None:
         """Reject requests with this fingerprint for ten minutes."""
-        self._until_s.pop(print_, None)
-        self._until_s[print_] = now_s + _QUARANTINE_S
+        self._until_s.pop(key, None)
+        self._until_s[key] = now_s + _QUARANTINE_S
         while len(self._until_s) > _MAX_QUARANTINED or next(iter(self._until_s.values())) < now_s:
             del self._until_s[next(iter(self._until_s))]
 
-    def holds(self, print_: bytes, now_s: float) -> bool:
+    def holds(self, key: bytes, now_s: float) -> bool:
         """Return whether requests with this fingerprint are rejected."""
-        return self._until_s.get(print_, now_s) > now_s
+        return self._until_s.get(key, now_s) > now_s
 
 
 @dataclass

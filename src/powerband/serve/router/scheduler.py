@@ -65,6 +65,14 @@ class RequestOutcome:
     broken: bool = False  # the stream ended with an error event, or was cut
     retried: bool = False  # its replica failed before the first token, and Envoy sends it to the picker again
 
+    def delayed(self, seconds: float) -> RequestOutcome:
+        """Return the outcome with its times counted from an earlier arrival."""
+        if seconds <= 0:
+            return self
+        times = (self.ttft_s, self.last_token_s, self.e2e_s)
+        ttft_s, last_token_s, e2e_s = (None if one is None else one + seconds for one in times)
+        return replace(self, ttft_s=ttft_s, last_token_s=last_token_s, e2e_s=e2e_s)
+
     @property
     def tpot_s(self) -> float | None:
         """Return the mean time between tokens; None with fewer than two."""
@@ -210,7 +218,7 @@ class RequestScheduler:
                     tenant,
                     usage,
                     chosen,
-                    pool.enqueue(profile, now_s, alone=bool(earlier and earlier.deaths)),
+                    pool.enqueue(profile, now_s, exclusive=bool(earlier and earlier.deaths)),
                     pool,
                     asyncio.get_running_loop().create_future(),
                     overflowed=chosen is not model,
@@ -276,10 +284,7 @@ class RequestScheduler:
             return
         del self.contexts[request_id]
         self._by_queued.pop(context.queued, None)
-        delay_s = max(0.0, context.queued.arrived_s - context.arrived_s)  # of failed dispatches
-        for name in ("ttft_s", "last_token_s", "e2e_s"):
-            if delay_s and (seconds := getattr(outcome, name)) is not None:
-                setattr(outcome, name, seconds + delay_s)
+        outcome = outcome.delayed(context.queued.arrived_s - context.arrived_s)  # by failed dispatches
         output_tokens = outcome.output_tokens if outcome.status == 200 else None
         context.pool.finish(context.queued, self.clock(), output_tokens=output_tokens)
         usage = context.usage
@@ -317,13 +322,13 @@ class RequestScheduler:
         deaths = earlier.deaths if earlier else 0
         if deaths < MAX_DEATHS and not self.quarantine:
             return
-        print_ = fingerprint(body, model)
+        key = fingerprint(body, model)
         if deaths >= MAX_DEATHS:
-            self.quarantine.add(print_, now_s)
+            self.quarantine.add(key, now_s)
             raise RequestRejected(
                 422, f"{deaths} engines ended while they had this request; it is not tried again", code="engine_died"
             )
-        if self.quarantine.holds(print_, now_s):
+        if self.quarantine.holds(key, now_s):
             message = "a request with this body ended several engines a short time ago; it is not tried again"
             raise RequestRejected(422, message, code="quarantined")
 
