@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+from powerband.core.coefficients import Coefficients
 from powerband.core.model import Model
 from powerband.core.slo import SLO
 from powerband.core.study import Settings
@@ -34,6 +35,8 @@ _NOISE = 1.15  # the open loop's requests come in another order
 
 class LabTimes:
     """Step times of the lab for the planner's simulation."""
+
+    coefficients = Coefficients(engine="vllm")  # the simulation reads the factor on tails, which is 1 here
 
     def __init__(self, times: truth.StepTimes, factor: float, eager_s: float) -> None:
         self.times, self.factor, self.eager_s = times, factor, eager_s

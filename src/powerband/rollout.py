@@ -94,8 +94,11 @@ async def _lease(folder: Path) -> AsyncIterator[Send]:
 
     async def send(command: dict[str, Any]) -> None:
         """Send a command, and raise the error that the supervisor answers."""
-        writer.write(json.dumps(command).encode() + b"\n")
-        if not (line := await reader.readline()):
+        line = b""
+        with contextlib.suppress(OSError):
+            writer.write(json.dumps(command).encode() + b"\n")
+            line = await reader.readline()
+        if not line:
             raise EngineFailed(
                 "the supervisor ended during the rollout", hint="the fleet serves the old recipe", failure="crashed"
             )

@@ -111,8 +111,8 @@ class FleetSpec:
         return f"{'https' if self.tls_cert else 'http'}://{self.host}:{self.port}"
 
     def write(self, folder: Path) -> None:
-        """Write the spec into the fleet's folder."""
-        runs.write_atomic(folder / _FILE, json.dumps(dataclasses.asdict(self)))
+        """Write the spec, which has the relays' secret, into the fleet's folder."""
+        runs.write_atomic(folder / _FILE, json.dumps(dataclasses.asdict(self)), mode=0o600)
 
     @classmethod
     def read(cls, folder: Path) -> FleetSpec:

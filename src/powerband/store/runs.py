@@ -16,11 +16,13 @@ def state_root() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "powerband"
 
 
-def write_atomic(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str, *, mode: int = 0o666) -> None:
     """Write a file atomically: a reader sees the old or the new content, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
+    partial.unlink(missing_ok=True)  # its mode would stay
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as stream:
+        stream.write(text)
     partial.replace(path)
 
 

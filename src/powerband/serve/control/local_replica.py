@@ -60,7 +60,7 @@ async def run_replica(
     """Start a replica of a deployment, and yield it once it is ready; on the given port if that is free.
 
     The relay refuses requests without the `secret`, if there is one. The `store` keeps the replica with what is said
-    `about` it, so that another supervisor can take it over as `kept`. `on_placed` is called when it has its devices.
+    `about` it, so that another supervisor can take it over as `stored`. `on_placed` is called when it has its devices.
     """
     directory.mkdir(parents=True, exist_ok=True)
     deployment, began = engines.deployment_of(data), time.monotonic()

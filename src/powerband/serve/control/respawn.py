@@ -28,7 +28,7 @@ async def respawn(
     """Run a command until cancelled; restart it with exponential back-off.
 
     `while_running` is started with each process and cancelled when that process exits. The `store` keeps the process
-    for another supervisor, which takes it over as `kept`.
+    for another supervisor, which takes it over as `stored`.
     """
     backoff_s = _MIN_BACKOFF_S
     while True:

@@ -128,7 +128,7 @@ class Supervisor:
         )
         if self.spec.tls_cert:
             (self.folder / "tls.json").write_text(envoy.certificate(self.spec.tls_cert, self.spec.tls_key))
-        (self.folder / "envoy.json").write_text(json.dumps(settings, indent=1))
+        runs.write_atomic(self.folder / "envoy.json", json.dumps(settings, indent=1), mode=0o600)
         self._write_endpoints(self._reachable)
 
     def _write_endpoints(self, addresses: set[str]) -> None:
@@ -283,7 +283,7 @@ class Supervisor:
 
     async def _tick(self) -> None:
         """Periodically scale, make the picker reload a changed tenants file, and write `status.json`."""
-        tenants_changed_at = _changed_at(self.spec.tenants)
+        tenants_changed_at = 0.0  # the file may have changed while no supervisor ran
         while True:
             for name, model_spec in self.spec.models.items():
                 if self.stopping.is_set():
@@ -408,15 +408,13 @@ async def _main(folder: Path, store: StoredDescriptors) -> None:
         loop.add_signal_handler(number, supervisor.stopping.set)
     try:
         await supervisor.run()
-    except PowerbandError:
-        raise
-    except Exception:  # the next supervisor takes the engines over: they must not end with this one
-        traceback.print_exc()
+    except Exception as error:  # the next supervisor takes the engines over: they must not end with this one
+        if isinstance(error, PowerbandError):
+            print(f"{error.message}\nhint: {error.hint}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
         os._exit(1)
 
 
 if __name__ == "__main__":
-    try:
-        asyncio.run(_main(Path(sys.argv[1]), StoredDescriptors(socket.socket(fileno=int(sys.argv[2])))))
-    except PowerbandError as error:
-        sys.exit(f"{error.message}\nhint: {error.hint}")
+    asyncio.run(_main(Path(sys.argv[1]), StoredDescriptors(socket.socket(fileno=int(sys.argv[2])))))
