@@ -19,7 +19,7 @@ import pytest
 
 from powerband.core.engine import Command
 from powerband.errors import EngineFailed, InputError
-from powerband.runtime import ports
+from powerband.runtime import local_page, ports
 from powerband.runtime.descriptor_store import DescriptorStore, StoredDescriptors
 from powerband.runtime.process import Process
 from powerband.serve import control_channel, relay
@@ -67,6 +67,7 @@ async def test_the_picker_gets_the_whole_state_of_2000_replicas_and_again_on_a_n
 ) -> None:
     """Asyncio's lines end at 64 KiB; and a connection that ends must not be the last one."""
     slots(found, 2000)
+    found._reachable = {found.slots["m-0"].address or ""}
     states: list[dict[str, Any]] = []
     both = asyncio.Event()
 
@@ -405,3 +406,34 @@ async def test_a_process_is_adopted_with_its_exit_status(tmp_path: Path) -> None
         assert adopted.exit_code == 7
         process._watcher = adopted._watcher
         await adopted._close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\na 1", "a 1"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\na 1\r\n0\r\n\r\n", "a 1"),
+        (b"HTTP/1.0 200 OK\r\n\r\na 1", "a 1"),
+        (b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\nno", ""),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\na 1", None),
+        (b"", None),
+    ],
+)
+async def test_a_page_is_read_whole_or_not_at_all(answer: bytes, found: str | None) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert b"GET /metrics " in await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        await writer.drain()
+        if b"content-length: 3" in answer:  # the length ends it, not the connection
+            await reader.read()
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        reading = asyncio.wait_for(local_page.read("127.0.0.1", port, "/metrics"), 10)
+        if found is None:
+            with pytest.raises(ConnectionError):
+                await reading
+        else:
+            assert await reading == found

@@ -15,7 +15,7 @@ from powerband.core.fleet import Fleet, Tenants
 from powerband.core.prefix_hash import BLOCK_CHARS, block_hashes
 from powerband.serve.router import admission, requests
 from powerband.serve.router.pool import Endpoint, EndpointPool, QueuedRequest, RequestProfile
-from powerband.serve.router.prefix_index import PrefixIndex
+from powerband.serve.router.prefix_index import PrefixIndex, matched
 from powerband.serve.router.requests import RequestRejected
 from powerband.serve.router.scheduler import RequestOutcome, RequestScheduler
 from powerband.serve.spec import ModelSpec
@@ -194,17 +194,47 @@ def test_no_request_is_lost_in_any_sequence_of_events(steps: list[tuple[str, int
         assert found.seconds_per_unit > 0
 
 
-def test_prefix_index_is_bounded_and_forgets_removed_replicas() -> None:
-    index = PrefixIndex(max_blocks=100)
+def test_prefix_index_is_bounded() -> None:
+    index = PrefixIndex[str](max_blocks=100)
     for number in range(500):
         index.learn([number], f"r{number % 2}")
     assert len(index) == 100
-    index.forget("r0")
-    assert len(index) == 50
     first, second = block_hashes("a" * 3 * BLOCK_CHARS), block_hashes("a" * 2 * BLOCK_CHARS + "b" * BLOCK_CHARS)
     index.learn(first, "r1")
     index.learn(first[:1], "r2")
-    assert index.matched(second) == {"r1": 2, "r2": 1}
+    assert [matched(index.holders(second), name) for name in ("r1", "r2", "r3")] == [2, 1, 0]
+
+
+def test_a_replica_that_comes_back_has_lost_its_prefixes() -> None:
+    found, blocks = pool(replicas=2), tuple(block_hashes("a" * 9 * BLOCK_CHARS))
+    found.enqueue(RequestProfile(900.0, 10.0, blocks=blocks), 0.0)
+    first = next(iter(found.dispatch(0.0))).endpoint
+    assert first and matched(found.prefixes.holders(blocks), first) == 9
+    found.add(Endpoint(first.name, first.address, 2))
+    assert matched(found.prefixes.holders(blocks), found.endpoints[first.name]) == 0
+
+
+def test_a_large_pool_is_sampled_and_loses_little() -> None:
+    found = EndpointPool(RequestProfile(100.0, 10.0), rate_per_s=1.0)
+    for number in range(500):
+        found.add(Endpoint(f"r{number}", f"h:{number}", 4))
+    blocks = tuple(block_hashes("a" * 40 * BLOCK_CHARS))
+    for _ in range(1000):
+        found.enqueue(RequestProfile(100.0, 10.0), 0.0)
+    assert len(list(found.dispatch(0.0))) == 1000
+    assert max(one.running for one in found.endpoints.values()) <= 3, "as evenly as of all: 2 each, or one more"
+    holders = set()
+    for number in range(20):  # one prefix stays on the replica that has it
+        found.enqueue(RequestProfile(4000.0, 10.0, blocks=blocks), float(number))
+        (one,) = found.dispatch(float(number))
+        assert one.endpoint
+        holders.add(one.endpoint.name)
+        found.finish(one, number + 0.1)
+    assert len(holders) == 1
+    for _ in range(1000):
+        found.enqueue(RequestProfile(100.0, 10.0), 0.0)
+    assert len(list(found.dispatch(20.0))) == 1000, "the last free slots are found as well"
+    assert found.predicted_wait_s(1, 20.0) > 0
 
 
 def model_spec(name: str = "m", **more: Any) -> ModelSpec:

@@ -98,7 +98,9 @@ def diagnose(signatures: Iterable[Signature], log: str) -> Failure | None:
 def gauges(table: Mapping[str, str], exposition: str) -> Gauges:
     """Sum each metric of the table over its label sets; a missing metric is None."""
     totals: dict[str, float] = {}
-    for family in text_string_to_metric_families(exposition):
+    wanted = tuple(table.values())
+    lines = [line for line in exposition.splitlines() if line.startswith(wanted)]  # parsing all takes ten times as long
+    for family in text_string_to_metric_families("\n".join(lines)):
         for sample in family.samples:
             totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
     return Gauges(**{name: totals.get(metric) for name, metric in table.items()})

@@ -65,33 +65,52 @@ class Log:
             self.size += len(part)
 
 
-def descendants(root: int) -> list[int]:
-    """Return all descendants of a process, from /proc."""
-    children: dict[int, list[int]] = {}
+def children_of(pid: int) -> list[int]:
+    """Return the children of all threads of a process."""
+    found: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, file.read_text().split())
+    return found
+
+
+def all_children() -> dict[int, list[int]]:
+    """Return the children of every process, for kernels that do not list them; it reads a file of each process."""
+    found: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
+            found.setdefault(int(fields[1]), []).append(int(entry.name))
+    return found
+
+
+def descendants(root: int) -> list[int]:
+    """Return all descendants of a process, from /proc."""
+    known = None if Path(f"/proc/{root}/task/{root}/children").exists() else all_children()
     found, queue = [], [root]
     while queue:
-        direct = children.get(queue.pop(), [])
+        pid = queue.pop()
+        direct = children_of(pid) if known is None else known.get(pid, [])
         found += direct
         queue += direct
     return found
 
 
+def mapped(pid: int) -> set[str]:
+    """Return the shared-memory files that a process maps."""
+    with contextlib.suppress(OSError):
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+        return {line[line.index("/dev/shm/") :] for line in maps.splitlines() if "/dev/shm/" in line}
+    return set()
+
+
 def shared_memory(pids: list[int]) -> set[str]:
     """Return the shared-memory files that only these processes map; a killed process cannot remove its files."""
-    ours, others = set(), set()
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            maps = (entry / "maps").read_text(errors="replace")
-            files = {line[line.index("/dev/shm/") :] for line in maps.splitlines() if "/dev/shm/" in line}
-            if int(entry.name) in pids:
-                ours |= files
-            else:
-                others |= files
-    return {path for path in ours - others if not path.endswith(" (deleted)")}
+    ours = {path for pid in pids for path in mapped(pid) if not path.endswith(" (deleted)")}
+    for entry in Path("/proc").glob("[0-9]*") if ours else ():
+        if int(entry.name) not in pids:
+            ours -= mapped(int(entry.name))
+    return ours
 
 
 def tracks_resources(pid: int) -> bool:

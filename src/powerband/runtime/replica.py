@@ -22,7 +22,7 @@ from powerband.core.deployment import Deployment
 from powerband.core.engine import Command, Failure, FailureKind, Gauges, combined
 from powerband.engines.base import Engine
 from powerband.errors import EngineFailed
-from powerband.runtime import installations
+from powerband.runtime import installations, local_page
 from powerband.runtime.process import Process
 
 State = Literal["created", "starting", "answering", "ready", "stopping", "stopped", "failed"]
@@ -142,12 +142,14 @@ class Replica:
         """Read the engine's metrics; those of replicas that share the load are combined."""
         return combined(await asyncio.gather(*(one._own_gauges() for one in self.members)))
 
-    async def responds(self) -> None:
-        """Return when the engines have answered a request for their metrics, however late; raise if they refuse it."""
-        await asyncio.gather(*(one._own_response() for one in self.members))
+    async def probe(self) -> Gauges:
+        """Return the engines' metrics once they have answered, however late; raise OSError if they refuse it."""
+        return combined(await asyncio.gather(*(one._own_probe() for one in self.members)))
 
-    async def _own_response(self) -> None:
-        await self._http.get(next(iter(self.engine.gauge_pages), "/v1/models"), timeout=None)
+    async def _own_probe(self) -> Gauges:
+        host, port = httpx.URL(self.url).host, self.port
+        assert port is not None, "a server that Powerband started"
+        return self.engine.gauges({path: await local_page.read(host, port, path) for path in self.engine.gauge_pages})
 
     async def _own_gauges(self) -> Gauges:
         pages = {}

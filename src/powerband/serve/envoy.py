@@ -17,6 +17,7 @@ ORIGINAL_URL = "x-envoy-original-url"  # set by Envoy after an internal redirect
 INTERNAL_REDIRECT = "internal_redirect"  # response_code_details of a request that Envoy sends to the picker again
 INTERNAL_HEADERS = (DESTINATION, REQUEST_ID, RECIPE, REPLICA)
 USAGE = "x-powerband-usage"  # what the relay counted: a header of a whole response, a trailer of a stream
+ENDPOINTS_VERSION = "cluster.replicas.version_text"
 SECRET = "x-powerband-secret"  # between Envoy and the relays on other machines
 
 _PICKER_HEADERS = (  # the headers that the picker reads
@@ -72,14 +73,17 @@ def bootstrap(
     }
 
 
-def endpoints(addresses: Iterable[str]) -> str:
-    """Return the content of the endpoints file (EDS) for these replica addresses."""
+def endpoints(addresses: Iterable[str], *, version: str) -> str:
+    """Return the content of the endpoints file (EDS) for these replica addresses.
+
+    Envoy's statistic ENDPOINTS_VERSION is the version that it has loaded.
+    """
     resource = {
         "@type": "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment",
         "cluster_name": "replicas",
         "endpoints": [{"lb_endpoints": [_endpoint(one) for one in sorted(addresses)]}],
     }
-    return json.dumps({"resources": [resource]})
+    return json.dumps({"version_info": version, "resources": [resource]})
 
 
 def certificate(cert: str, key: str) -> str:

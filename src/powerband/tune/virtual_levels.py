@@ -19,6 +19,7 @@ from powerband.core.measurement import GRID, Distribution, Level, Timeline, Verd
 from powerband.core.records import OUTCOMES, Records
 from powerband.core.slo import SLO
 from powerband.core.workload import Workload
+from powerband.errors import EngineFailed
 from powerband.load import prompts
 from powerband.load.generator import LoadProgress
 from powerband.plan.predict import Requests
@@ -83,6 +84,8 @@ class VirtualLevels:
         while True:  # simulate more requests until the level ends before they do
             load = self._load(users, plan.requests + int(spare), rate, seed=plan.workload.seed)
             found = answer(load)
+            if not found.due:
+                raise EngineFailed("rejects every request", hint="read the engine's log", failure="context_too_long")
             controller = LevelController(plan, _Traffic(load.due), slo=self.slo, stopping=threading.Event())  # type: ignore[arg-type]
             records, elapsed_s, ended = _play(controller, load, found)
             if users:

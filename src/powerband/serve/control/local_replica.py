@@ -30,8 +30,7 @@ class RunningReplica:
     engine_url: str
     pid: int | None
     wait_ended: Callable[[], Awaitable[None]]  # returns, or raises the cause, when the replica ends
-    gauges: Callable[[], Awaitable[dict[str, float]]]  # the engine's own metrics
-    responds: Callable[[], Awaitable[None]]  # returns when the engine has answered, however late
+    probe: Callable[[], Awaitable[dict[str, float]]]  # returns the engine's metrics when it has answered, however late
     redirect_waiting: Callable[[], None]  # sends the requests without a token to other replicas
     gpus: tuple[int, ...] = ()  # indices on the replica's machine
 
@@ -97,8 +96,8 @@ async def run_replica(
         async def wait_ended() -> None:
             await _wait_first([replica.watch(), relay_process.exited.wait()])
 
-        async def gauges() -> dict[str, float]:
-            return (await replica.gauges()).model_dump(exclude_none=True)
+        async def probe() -> dict[str, float]:
+            return (await replica.probe()).model_dump(exclude_none=True)
 
         def redirect_waiting() -> None:
             if relay_process.pid:
@@ -106,7 +105,7 @@ async def run_replica(
 
         pid = replica.process.pid if replica.process else None
         gpus = tuple(gpu.index for gpu in replica.allocation.gpus)
-        yield RunningReplica(address, replica.url, pid, wait_ended, gauges, replica.responds, redirect_waiting, gpus)
+        yield RunningReplica(address, replica.url, pid, wait_ended, probe, redirect_waiting, gpus)
         await asyncio.sleep(_RELAY_FLUSH_S)
 
 

@@ -42,13 +42,9 @@ class ReplicaActor:
         """Return when the replica ends."""
         await self._replica.wait_ended()
 
-    async def gauges(self) -> dict[str, float]:
-        """Return the engine's own metrics."""
-        return await self._replica.gauges()
-
-    async def responds(self) -> None:
-        """Return when the engine has answered, however late."""
-        await self._replica.responds()
+    async def probe(self) -> dict[str, float]:
+        """Return the engine's metrics when it has answered, however late."""
+        return await self._replica.probe()
 
     async def redirect_waiting(self) -> None:
         """Send the requests without a token to other replicas."""
@@ -84,18 +80,15 @@ async def run_replica(
             except ray.exceptions.RayError as error:
                 raise EngineFailed(ray_cluster.remote_error_message(error), hint="", failure="crashed") from None
 
-        async def gauges() -> dict[str, float]:
-            values: dict[str, float] = await actor.gauges.remote()
+        async def probe() -> dict[str, float]:
+            values: dict[str, float] = await actor.probe.remote()
             return values
-
-        async def responds() -> None:
-            await actor.responds.remote()
 
         def redirect_waiting() -> None:
             actor.redirect_waiting.remote()
 
         yield local_replica.RunningReplica(
-            started["address"], started["engine_url"], started["pid"], wait_ended, gauges, responds, redirect_waiting,
+            started["address"], started["engine_url"], started["pid"], wait_ended, probe, redirect_waiting,
             started["gpus"],
         )  # fmt: skip
         with contextlib.suppress(ray.exceptions.RayError):

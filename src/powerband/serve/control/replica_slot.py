@@ -16,11 +16,10 @@ from powerband.serve.control import local_replica
 from powerband.serve.spec import ModelSpec
 
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 30.0
-_GAUGES_TIMEOUT_S = 5.0
-# An engine that does not answer for this long hangs: at least 8 s and twice the SLO's TTFT, or half a minute without an
-# SLO, and at least three times as long as it needed for an answer before. After a minute more it is started again.
-_HUNG_S, _HUNG_WITHOUT_SLO_S, _HUNG_RATIO, _RESTART_S = 8.0, 30.0, 3.0, 60.0
-_PROBE_INTERVAL_S = 1.0
+# An engine that does not answer for this long hangs: at least 7.5 s and twice the SLO's TTFT, or half a minute without
+# an SLO, and at least three times as long as it needed for an answer before. After a minute more it is started again.
+_HUNG_S, _HUNG_WITHOUT_SLO_S, _HUNG_RATIO, _RESTART_S = 7.5, 30.0, 3.0, 60.0
+_PROBE_INTERVAL_S = 2.0
 _ABOUT = ("ttft_s", "usd_per_h", "weights_bytes", "kv_bytes")  # fields of the model spec that the status repeats
 
 
@@ -123,7 +122,7 @@ class ReplicaSlot:
         least_s = max(_HUNG_S, 2 * ttft_s) if ttft_s else _HUNG_WITHOUT_SLO_S
         while True:
             began, limit_s = time.monotonic(), max(least_s, _HUNG_RATIO * slowest_s)
-            response = asyncio.ensure_future(replica.responds())
+            response = asyncio.ensure_future(replica.probe())
             try:
                 await asyncio.wait([response], timeout=limit_s)
                 if response.done():
@@ -140,6 +139,7 @@ class ReplicaSlot:
                         failure="no_answer",
                     )
                 if not response.exception():  # else the process is ending, which `wait_ended` notices
+                    self.gauges = response.result()
                     self._set_hung(False)
             finally:
                 response.cancel()
@@ -173,12 +173,6 @@ class ReplicaSlot:
     def _on_placed(self) -> None:
         if self.no_room:
             self.no_room, self.problem = False, ""
-
-    async def read_gauges(self) -> None:
-        """Read the engine's metrics; keep the last ones if the engine does not answer in time."""
-        if self.replica:
-            with contextlib.suppress(Exception):
-                self.gauges = await asyncio.wait_for(self.replica.gauges(), _GAUGES_TIMEOUT_S)
 
     def retry(self) -> None:
         """Start again now, if the slot waits for devices."""

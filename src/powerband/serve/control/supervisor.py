@@ -13,8 +13,10 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import resource
+import secrets
 import signal
 import socket
 import sys
@@ -42,7 +44,7 @@ from powerband.store import runs
 
 _TICK_S, _ENVOY_RELOAD_TIMEOUT_S = 0.25, 5.0
 _DRAIN_TIMEOUT_S, _GAUGES_INTERVAL_S = 600.0, 2.0
-_RETRY_WRITE_S = 1.0
+_ENDPOINTS_INTERVAL_S, _RETRY_WRITE_S = 0.5, 1.0
 _ADOPTION_TIMEOUT_S = 2.0
 _MIN_OPEN_FILES = 65_536
 
@@ -87,7 +89,7 @@ class Supervisor:
             asyncio.create_task(self._publish_changes()),
             asyncio.create_task(self._tick()),
             asyncio.create_task(self.rollouts.serve()),
-            asyncio.create_task(self._read_gauges()),
+            asyncio.create_task(self._send_gauges()),
         ]
         stopped = asyncio.create_task(self.stopping.wait())
         done, _ = await asyncio.wait([*helpers, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -132,7 +134,9 @@ class Supervisor:
         self._write_endpoints(self._reachable)
 
     def _write_endpoints(self, addresses: set[str]) -> None:
-        runs.write_atomic(self.folder / "endpoints" / "replicas.json", envoy.endpoints(addresses))
+        self._endpoints_version = secrets.token_hex(8)
+        content = envoy.endpoints(addresses, version=self._endpoints_version)
+        runs.write_atomic(self.folder / "endpoints" / "replicas.json", content)
 
     def set_model(self, model_spec: ModelSpec) -> None:
         """Make a spec that of its model, also for the next supervisor."""
@@ -194,48 +198,52 @@ class Supervisor:
         return int(pool.get("running", {}).get(slot.name, 0)) if slot.replica else 0
 
     async def _publish_changes(self) -> None:
-        """Send every change of the replicas to Envoy and the picker.
+        """Send every change of the replicas to the picker, and those of their addresses to Envoy.
 
         Envoy learns new addresses before the picker and forgets old ones after it, so the picker only ever names
-        addresses that Envoy can reach.
+        addresses that Envoy can reach. Envoy gets all changes of a time together: it reads the whole file each time.
         """
+        written_at = -math.inf
         while True:
             await self.changed.wait()
             self.changed.clear()
-            addresses = {slot.address for slot in self.slots.values() if slot.address}
+            self._push_state(self._reachable)
+            wanted = {slot.address for slot in self.slots.values() if slot.address}
+            if wanted == self._reachable:
+                continue
+            if (wait_s := written_at + _ENDPOINTS_INTERVAL_S - time.monotonic()) > 0:
+                asyncio.get_running_loop().call_later(wait_s, self.changed.set)
+                continue
+            written_at = time.monotonic()
             try:
-                if addresses - self._reachable:
-                    self._write_endpoints(addresses | self._reachable)
-                    await self._wait_reachable(addresses)
-                self._push_state()
-                if self._reachable - addresses:
-                    self._write_endpoints(addresses)
-                self._reachable = addresses
+                self._write_endpoints(wanted)
+                if wanted - self._reachable:
+                    await self._wait_reachable()
+                self._reachable = wanted
+                self._push_state(wanted)
             except OSError as error:  # Envoy keeps the endpoints that it has; new ones wait for the disk
                 print(f"warning: cannot write the endpoints for Envoy: {error}", file=sys.stderr, flush=True)
-                self._push_state(self._reachable)
                 asyncio.get_running_loop().call_later(_RETRY_WRITE_S, self.changed.set)
 
-    async def _wait_reachable(self, addresses: set[str]) -> None:
+    async def _wait_reachable(self) -> None:
         """Wait until Envoy has loaded the endpoints file."""
-        until = time.monotonic() + _ENVOY_RELOAD_TIMEOUT_S
+        until, url = time.monotonic() + _ENVOY_RELOAD_TIMEOUT_S, f"http://127.0.0.1:{self.spec.admin_port}/stats"
         async with httpx.AsyncClient(trust_env=False) as http:
             while time.monotonic() < until:
                 with contextlib.suppress(httpx.HTTPError):
-                    known = (await http.get(f"http://127.0.0.1:{self.spec.admin_port}/clusters", timeout=1)).text
-                    if all(f"replicas::{one}::" in known for one in addresses):
+                    statistic = await http.get(url, params={"filter": f"^{envoy.ENDPOINTS_VERSION}$"}, timeout=1)
+                    if self._endpoints_version in statistic.text:
                         return
                 await asyncio.sleep(0.02)
 
     def _on_picker_connected(self) -> None:
-        self.changed.set()
-        self._push_state()
+        self._push_state(self._reachable)
 
-    def _push_state(self, reachable: set[str] | None = None) -> None:
-        """Send the picker the models, their endpoints (of `reachable` addresses, if given) and the canary weights."""
+    def _push_state(self, reachable: set[str]) -> None:
+        """Send the picker the models, their endpoints with `reachable` addresses, and the canary weights."""
         endpoints: dict[str, list[dict[str, Any]]] = {name: [] for name in self.spec.models}
         for slot in self.slots.values():
-            if slot.address and (reachable is None or slot.address in reachable):
+            if slot.address in reachable:
                 endpoints[slot.pool].append(
                     {
                         "name": slot.name,
@@ -272,10 +280,9 @@ class Supervisor:
         options = ("--disable-hot-restart", "--concurrency", str(self.spec.threads), "--log-level", "warning")
         return Command(argv=(envoy.program(), "-c", str(self.folder / "envoy.json"), *options))
 
-    async def _read_gauges(self) -> None:
-        """Read the engines' metrics and send them to the picker, which exports them."""
+    async def _send_gauges(self) -> None:
+        """Send the state and the engines' metrics of all replicas to the picker, which exports them."""
         while True:
-            await asyncio.gather(*(slot.read_gauges() for slot in list(self.slots.values())))
             in_use = [slot.pool for slot in self.slots.values() if not slot.warm]
             wanted = {name: in_use.count(name) for name in self.spec.models}
             self.picker.send({"replicas": [slot.status() for slot in self.slots.values()], "wanted": wanted})

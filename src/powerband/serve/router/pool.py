@@ -8,18 +8,21 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import random
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from powerband.core.fleet import Routing
 from powerband.core.prefix_hash import BLOCK_CHARS, CHARS_PER_TOKEN
-from powerband.serve.router.prefix_index import PrefixIndex
+from powerband.serve.router.prefix_index import PrefixIndex, matched
 
 # Work is counted in units of one prompt token. Only the ratios matter: each pool learns its seconds per unit.
 _OUTPUT_TOKEN_WORK = 4.0  # an output token costs about as much as this many prompt tokens
 _ADAPTER_LOAD_WORK = 200.0  # loading an adapter that a replica does not hold
 _LEARNING_RATE = 0.1  # weight of each finished request in the moving averages
+_FALLBACKS = 2  # other endpoints for Envoy's own retries
+_MAX_COMPARED = 32  # endpoints that are compared for a request; larger pools are sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class Endpoint:
     ready: bool = True
     recipe: str = ""
     canary: bool = False
+    removed: bool = False  # from the pool
     running: int = 0
     in_flight_s: float = 0.0  # integral of `running` over time
     dispatched: int = 0
@@ -109,7 +113,10 @@ class EndpointPool:
     ) -> None:
         self.routing = routing
         self.endpoints: dict[str, Endpoint] = {}
-        self.prefixes = PrefixIndex()
+        self._sampled: list[Endpoint] = []  # the same, to draw from
+        self.has_canaries = False
+        self._random = random.Random(0)
+        self.prefixes = PrefixIndex[Endpoint]()
         self.seconds_per_unit = 1.0 / (rate_per_s * typical.work_estimate) if rate_per_s else 0.001  # per replica
         self._typical_work = typical.work_estimate  # moving average over requests
         self._running_by_priority: Counter[int] = Counter()
@@ -138,6 +145,10 @@ class EndpointPool:
 
     def predicted_wait_s(self, priority: int, now_s: float) -> float:
         """Return the predicted queueing time of a new request; infinite if no replica is ready."""
+        if not self._queue and any(
+            one.running < one.max_in_flight and one.ready and not one.canary for one in self._compared()
+        ):
+            return 0.0
         able = [one for one in self.endpoints.values() if one.ready and not one.canary]
         if not able:
             return math.inf
@@ -177,22 +188,21 @@ class EndpointPool:
         """Assign queued requests to replicas with free slots, highest priority first, and yield them."""
         if self._exclusive:
             yield from self._dispatch_exclusive(now_s)
-        free = [
-            one
-            for one in self.endpoints.values()
-            if one.running < one.max_in_flight and one.is_able(now_s) and not one.reserved_for
-        ]
-        while self._queue and (able := self._candidates(free)):
-            if self._queue[0][2].done:
+        while self._queue:
+            queued = self._queue[0][2]
+            if queued.done:
                 heapq.heappop(self._queue)
                 continue
-            if sum(one.max_in_flight - one.running for one in able) <= self._reserved_slots(self._queue[0][0]):
+            holders = self.prefixes.holders(queued.profile.blocks)
+            able = self._candidates(self._compared(holders), now_s)
+            reserved = self._reserved_slots(queued.profile.priority)
+            if not able or _free_slots(able) <= reserved:
+                able = self._candidates(self.endpoints.values(), now_s)
+            if not able or _free_slots(able) <= reserved:
                 return
-            queued = heapq.heappop(self._queue)[2]
+            heapq.heappop(self._queue)
             self._queued_work[queued.profile.priority] -= queued.profile.work_estimate
-            chosen = self._start(queued, self.choose(queued.profile, able, now_s), now_s)
-            if chosen.running >= chosen.max_in_flight:
-                free.remove(chosen)
+            self._start(queued, self._choose(queued.profile, able, holders, now_s), now_s)
             yield queued
 
     def _dispatch_exclusive(self, now_s: float) -> Iterator[QueuedRequest]:
@@ -222,29 +232,47 @@ class EndpointPool:
         higher = sum(count for rank, count in self._running_by_priority.items() if rank < priority)
         return math.ceil(math.sqrt(higher))
 
-    def _candidates(self, free: list[Endpoint]) -> list[Endpoint]:
-        """Return the free endpoints that may take the next request, so that canaries receive their weight.
+    def _compared(self, holders: Sequence[Mapping[Endpoint, None]] = ()) -> Iterable[Endpoint]:
+        """Return the endpoints to compare: all of a small pool, else a random sample and some that hold the prefix.
+
+        The least loaded of a few random endpoints is nearly as good as the least loaded of all.
+        """
+        if len(self._sampled) <= _MAX_COMPARED or self.has_canaries:
+            return self._sampled
+        found = self._random.choices(self._sampled, k=_MAX_COMPARED // 2)
+        if holders:
+            known = list(holders[-1])
+            known = known if len(known) < len(found) else self._random.choices(known, k=len(found))
+            found += [one for one in known if not one.removed]
+        return found
+
+    def _candidates(self, compared: Iterable[Endpoint], now_s: float) -> list[Endpoint]:
+        """Return the endpoints with a free slot that may take the next request, so that canaries receive their weight.
 
         With a canary weight of 0, canaries receive nothing.
         """
-        if not any(one.canary for one in self.endpoints.values()):
+        free = [
+            one for one in compared if one.running < one.max_in_flight and one.is_able(now_s) and not one.reserved_for
+        ]
+        if not self.has_canaries:
             return free
         canary_turn = self._dispatched_to_canaries < self.canary_weight * (self._dispatched + 1)
         preferred = [one for one in free if one.canary == canary_turn]
         return preferred or [one for one in free if self.canary_weight or not one.canary]
 
-    def choose(self, profile: RequestProfile, able: Collection[Endpoint], now_s: float) -> Endpoint:
+    def _choose(
+        self, profile: RequestProfile, able: list[Endpoint], holders: Sequence[Mapping[Endpoint, None]], now_s: float
+    ) -> Endpoint:
         """Return the endpoint predicted to finish first, from its remaining work and its prefix-cache hits.
 
         A cached prefix counts as the work that it saves, so a busy replica does not attract all requests of one prefix.
         """
         if self.routing == "round-robin":
             return min(able, key=lambda one: one.dispatched)
-        matched = self.prefixes.matched(profile.blocks)
         seconds_per_unit, prompt_tokens = self.seconds_per_unit, profile.prompt_tokens
 
         def cost(one: Endpoint) -> float:
-            cached = min(matched.get(one.name, 0) * BLOCK_CHARS / CHARS_PER_TOKEN, prompt_tokens) if matched else 0.0
+            cached = min(_tokens(matched(holders, one)), prompt_tokens) if holders else 0.0
             load = _ADAPTER_LOAD_WORK if profile.adapter and profile.adapter not in one.adapters else 0.0
             return one.remaining_work(now_s, seconds_per_unit) - cached + load
 
@@ -252,12 +280,20 @@ class EndpointPool:
 
     def fallback_endpoints(self, queued: QueuedRequest, now_s: float) -> list[Endpoint]:
         """Return two endpoints to retry on if the chosen one fails, the least loaded first."""
-        able = [one for one in self.endpoints.values() if one.ready and not one.canary and one is not queued.endpoint]
-        return heapq.nsmallest(2, able, key=lambda one: one.remaining_work(now_s, self.seconds_per_unit))
 
-    def _start(self, queued: QueuedRequest, one: Endpoint, now_s: float) -> Endpoint:
+        def others(compared: Iterable[Endpoint]) -> dict[str, Endpoint]:
+            return {one.name: one for one in compared if one.ready and not one.canary and one is not queued.endpoint}
+
+        able = others(self._compared())
+        if len(able) < _FALLBACKS:
+            able = others(self.endpoints.values())
+        return heapq.nsmallest(
+            _FALLBACKS, able.values(), key=lambda one: one.remaining_work(now_s, self.seconds_per_unit)
+        )
+
+    def _start(self, queued: QueuedRequest, one: Endpoint, now_s: float) -> None:
         profile = queued.profile
-        cached_tokens = self.prefixes.matched(profile.blocks).get(one.name, 0) * BLOCK_CHARS / CHARS_PER_TOKEN
+        cached_tokens = _tokens(matched(self.prefixes.holders(profile.blocks), one))
         one.change_running(1, now_s)
         queued.endpoint, queued.started_s, queued.in_flight_s_at_start = one, now_s, one.in_flight_s
         queued.work_estimate = max(profile.work_estimate - cached_tokens, _OUTPUT_TOKEN_WORK * profile.output_tokens)
@@ -269,8 +305,7 @@ class EndpointPool:
         one.add_work(queued.work_estimate, now_s, self.seconds_per_unit)
         if profile.adapter:
             one.adapters.add(profile.adapter)
-        self.prefixes.learn(profile.blocks, one.name)
-        return one
+        self.prefixes.learn(profile.blocks, one)
 
     def finish(self, queued: QueuedRequest, now_s: float, *, output_tokens: float | None = None) -> None:
         """Free the slot of a dispatched request, and update the pool's speed if its output tokens are known."""
@@ -291,9 +326,21 @@ class EndpointPool:
 
     def add(self, endpoint: Endpoint) -> None:
         """Add a replica, or replace the one of the same name."""
+        self.remove(endpoint.name)
         self.endpoints[endpoint.name] = endpoint
+        self._sampled.append(endpoint)
+        self.has_canaries |= endpoint.canary
 
     def remove(self, name: str) -> None:
         """Remove a replica; its running requests are not counted any more."""
-        if self.endpoints.pop(name, None):
-            self.prefixes.forget(name)
+        if one := self.endpoints.pop(name, None):
+            one.removed = True
+            self._sampled.remove(one)
+
+
+def _free_slots(endpoints: Iterable[Endpoint]) -> int:
+    return sum(one.max_in_flight - one.running for one in endpoints)
+
+
+def _tokens(blocks: int) -> float:
+    return blocks * BLOCK_CHARS / CHARS_PER_TOKEN

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+Replica = TypeVar("Replica", bound=Hashable)
 
 
-class PrefixIndex:
-    """An LRU map from block hashes to the replicas that processed them."""
+class PrefixIndex(Generic[Replica]):
+    """An LRU map from block hashes to the replicas that processed them; it may know replicas that are gone."""
 
     def __init__(self, max_blocks: int = 100_000) -> None:
         self.max_blocks = max_blocks
-        self._holders: OrderedDict[int, dict[str, None]] = OrderedDict()
+        self._holders: OrderedDict[int, dict[Replica, None]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._holders)
 
-    def matched(self, blocks: Sequence[int]) -> Mapping[str, int]:
-        """Return for each replica the number of leading blocks that it has processed."""
-        found: dict[str, int] = {}
-        for depth, block in enumerate(blocks, 1):
-            holders = self._holders.get(block)
-            if not holders:
+    def holders(self, blocks: Sequence[int]) -> list[Mapping[Replica, None]]:
+        """Return for each leading block the replicas that have processed it, up to a block that none has."""
+        found: list[Mapping[Replica, None]] = []
+        for block in blocks:
+            if not (holders := self._holders.get(block)):
                 break
-            for name in holders:
-                if found.get(name, 0) == depth - 1:
-                    found[name] = depth
+            found.append(holders)
         return found
 
-    def learn(self, blocks: Sequence[int], replica: str) -> None:
+    def learn(self, blocks: Sequence[int], replica: Replica) -> None:
         """Record that a replica processes these blocks."""
         for block in blocks:
             self._holders.setdefault(block, {})[replica] = None
@@ -36,8 +37,7 @@ class PrefixIndex:
         while len(self._holders) > self.max_blocks:
             self._holders.popitem(last=False)
 
-    def forget(self, replica: str) -> None:
-        """Remove a replica from all blocks: its cache is gone."""
-        for block in [block for block, holders in self._holders.items() if holders.pop(replica, 0) is None]:
-            if not self._holders[block]:
-                del self._holders[block]
+
+def matched(holders: Sequence[Mapping[Replica, None]], replica: Replica) -> int:
+    """Return the number of leading blocks that a replica has processed: one that has a block has those before it."""
+    return bisect_left(holders, True, key=lambda one: replica not in one)

@@ -126,6 +126,7 @@ class RequestScheduler:
                     if one["ready"] and not known.ready:
                         known.suspended_until_s = 0.0  # the supervisor has seen it fail and come back
                     known.max_in_flight, known.ready, known.canary = one["max_in_flight"], one["ready"], one["canary"]
+            pool.has_canaries = any(one.canary for one in pool.endpoints.values())
             self._dispatch(pool)
 
     async def pick(
