@@ -315,6 +315,23 @@ async def test_it_recovers_from_the_death_of_a_part(tmp_path: Path, name: str) -
         assert not left
 
 
+async def test_queued_requests_outlive_their_picker(tmp_path: Path) -> None:
+    tenants, digest = tmp_path / "tenants.yaml", admission.hash_key("pb-a")
+    tenants.write_text(f"powerband: tenants/1\ntenants:\n  a: {{key_sha256: {digest}}}\n")
+    path = fleets.write(tmp_path, models={"golden": {"replicas": 1, "in_flight": 1}}, ttft_s=0.2, itl_s=0.02)
+    async with fleets.running(path, tenants=str(tenants)) as (fleet, http):
+        key = {"authorization": "Bearer pb-a"}
+        assert (await chat(http, key)).status_code == 200
+        waiting = [asyncio.create_task(chat(http, key, max_tokens=20)) for _ in range(6)]
+        while fleet.status()["pools"]["golden"]["depth"] < 4:
+            await asyncio.sleep(0.02)
+        fleets.helper(fleet, "picker").kill()
+        began = time.monotonic()
+        assert (await chat(http)).status_code == 401
+        assert time.monotonic() - began < 3, "the other picker has everything loaded"
+        assert [one.status_code for one in await asyncio.gather(*waiting)] == [200] * 6
+
+
 @pytest.mark.parametrize("fault", [None, "answers_wrongly", "crashes"])
 async def test_a_rollout_promotes_what_is_as_good_and_nothing_else(tmp_path: Path, fault: str | None) -> None:
     new = {"powerband": "deployment/1", "name": "newer", "variant": {"source": "golden"}, "engine": "fake"}

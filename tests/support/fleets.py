@@ -43,6 +43,7 @@ async def running(
     capture: bool = False,
     slo_ttft_s: float | None = None,
     tls: tuple[str, str] | None = None,
+    ready_s: float = 30,
 ) -> AsyncIterator[tuple[Fleet, httpx.AsyncClient]]:
     """Run a fleet until it is ready, and yield it with a client."""
     parts, _ = serve.resolve(path)
@@ -51,7 +52,7 @@ async def running(
     folder = path.parent / "run"
     folder.mkdir()
     async with serve.fleet(parts, tenants=tenants, folder=folder, capture=capture, tls=tls) as fleet:
-        await fleet.wait_until_ready(30)
+        await fleet.wait_until_ready(ready_s)
         limits = httpx.Limits(max_connections=None)
         trusted = ssl.create_default_context(cafile=tls[0]) if tls else False
         async with httpx.AsyncClient(
@@ -90,7 +91,9 @@ def processes(fleet: Fleet) -> list[psutil.Process]:
 
 
 def helper(fleet: Fleet, name: str) -> psutil.Process:
-    """Return the process of the picker, of Envoy or of the supervisor."""
+    """Return the process of the active picker, of Envoy or of the supervisor."""
+    if "picker" in name:
+        return psutil.Process(fleet.status()["picker_pid"])
     for one in processes(fleet):
         with contextlib.suppress(psutil.Error):
             line = one.cmdline()

@@ -45,7 +45,7 @@ def model_spec(name: str = "m") -> ModelSpec:
 
 @pytest.fixture
 def found(tmp_path: Path) -> Iterator[Supervisor]:
-    FleetSpec(models={"m": model_spec()}, host="127.0.0.1", port=1, admin_port=2).write(tmp_path)
+    FleetSpec(models={"m": model_spec()}, host="127.0.0.1", port=1, admin_port=2, redirector_port=3).write(tmp_path)
     with DescriptorStore().connect() as connection:
         yield Supervisor(tmp_path, StoredDescriptors(connection))
 

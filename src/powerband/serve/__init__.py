@@ -91,12 +91,14 @@ async def fleet(
     relay.extension()
     models, host = models if cluster else placed(models), ports.resolve(host)
     folder = folder or runs.new_run("serve")
-    with ports.reserve(host, port) as public, ports.reserve("127.0.0.1") as admin:
+    local = "127.0.0.1"
+    with ports.reserve(host, port) as public, ports.reserve(local) as admin, ports.reserve(local) as redirector:
         spec = FleetSpec(
             models,
             host,
             public.number,
             admin.number,
+            redirector.number,
             tenants,
             cluster=cluster,
             relay_secret=secrets.token_hex(16) if cluster else "",

@@ -13,21 +13,23 @@ from powerband.errors import EngineMissing
 
 DESTINATION = "x-gateway-destination-endpoint"  # as in the Kubernetes Gateway API Inference Extension
 REQUEST_ID, RECIPE, REPLICA = "x-powerband-ticket", "x-powerband-recipe", "x-powerband-replica"
-ORIGINAL_URL = "x-envoy-original-url"  # set by Envoy after an internal redirect
 INTERNAL_REDIRECT = "internal_redirect"  # response_code_details of a request that Envoy sends to the picker again
-INTERNAL_HEADERS = (DESTINATION, REQUEST_ID, RECIPE, REPLICA)
+ORIGINAL_PATH = "x-powerband-path"  # of the request before its redirects
 USAGE = "x-powerband-usage"  # what the relay counted: a header of a whole response, a trailer of a stream
 ENDPOINTS_VERSION = "cluster.replicas.version_text"
 SECRET = "x-powerband-secret"  # between Envoy and the relays on other machines
 
 _PICKER_HEADERS = (  # the headers that the picker reads
     ":path", ":method", "authorization", "traceparent", "x-powerband-patience-s", "x-powerband-priority", REQUEST_ID,
+    ORIGINAL_PATH,
 )  # fmt: skip
 _CERTIFICATE = "fleet"
+_REDIRECTOR = {"role": "redirector"}
 _MAX_WAIT_S = 600
 _MAX_BODY_BYTES = 8 * 2**20
 _RETRIES = 2  # the addresses of a routing decision: the replica, and two more if no relay answers there
-_MAX_REDIRECTS = 10  # dispatches after the first, while relays say that their engine failed
+_MAX_REDIRECTS = 50  # of one request: while engines fail, or until another picker serves
+_REDIRECT_DELAY_S = 0.1  # of a request that no picker has read
 
 
 def program() -> str:
@@ -73,15 +75,17 @@ def bootstrap(
     }
 
 
-def endpoints(addresses: Iterable[str], *, version: str) -> str:
+def endpoints(addresses: Iterable[str], *, redirector: str, version: str) -> str:
     """Return the content of the endpoints file (EDS) for these replica addresses.
 
-    Envoy's statistic ENDPOINTS_VERSION is the version that it has loaded.
+    The `redirector` answers the requests without a destination. Envoy's statistic ENDPOINTS_VERSION is the version that
+    it has loaded.
     """
+    others = {**_endpoint(redirector), "metadata": {"filter_metadata": {"envoy.lb": _REDIRECTOR}}}
     resource = {
         "@type": "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment",
         "cluster_name": "replicas",
-        "endpoints": [{"lb_endpoints": [_endpoint(one) for one in sorted(addresses)]}],
+        "endpoints": [{"lb_endpoints": [*map(_endpoint, sorted(addresses)), others]}],
     }
     return json.dumps({"version_info": version, "resources": [resource]})
 
@@ -134,6 +138,12 @@ def _connection_manager(secret: str) -> dict[str, Any]:
         access_log=[_access_log()],
         local_reply_config={"mappers": [_error_format()]},
         http_filters=[
+            _typed("envoy.filters.http.custom_response", f"{filters}.custom_response.v3.CustomResponse", **_NO_PICKER),
+            _typed(
+                "envoy.filters.http.header_mutation",
+                f"{filters}.header_mutation.v3.HeaderMutation",
+                mutations={"request_mutations": _cleaned()},
+            ),
             _typed(
                 "envoy.filters.http.ext_proc",
                 f"{filters}.ext_proc.v3.ExternalProcessor",
@@ -147,9 +157,16 @@ def _connection_manager(secret: str) -> dict[str, Any]:
                     "response_trailer_mode": "SKIP",
                 },
                 message_timeout=f"{_MAX_WAIT_S}s",
-                failure_mode_allow=False,
+                failure_mode_allow=True,  # a request that no picker has read has no destination: it is redirected
                 forward_rules={"allowed_headers": {"patterns": [{"exact": name} for name in _PICKER_HEADERS]}},
                 mutation_rules={"allow_all_routing": True},
+            ),
+            _typed(
+                "envoy.filters.http.fault",
+                f"{filters}.fault.v3.HTTPFault",
+                headers=[{"name": DESTINATION, "present_match": False}],
+                delay={"fixed_delay": f"{_REDIRECT_DELAY_S}s", "percentage": {"numerator": 100}},
+                max_active_faults=1_000_000,
             ),
             _typed("envoy.filters.http.router", f"{filters}.router.v3.Router", suppress_envoy_headers=True),
         ],
@@ -157,6 +174,38 @@ def _connection_manager(secret: str) -> dict[str, Any]:
             "virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [_route(secret)]}],
         },
     )
+
+
+def _cleaned() -> list[dict[str, Any]]:
+    """Return the mutations that take internal headers from clients, and keep the path over redirects."""
+    path = {"header": {"key": ORIGINAL_PATH, "value": "%REQ(:path)%"}, "append_action": "ADD_IF_ABSENT"}
+    return [*({"remove": name} for name in (DESTINATION, RECIPE, REPLICA)), {"append": path}]
+
+
+_NO_PICKER: dict[str, Any] = {  # the answer after the last redirect
+    "custom_response_matcher": {
+        "matcher_list": {
+            "matchers": [
+                {
+                    "predicate": {
+                        "single_predicate": {
+                            "input": _typed("status", "envoy.type.matcher.v3.HttpResponseStatusCodeMatchInput"),
+                            "value_match": {"exact": "307"},
+                        }
+                    },
+                    "on_match": {
+                        "action": _typed(
+                            "unavailable",
+                            "envoy.extensions.http.custom_response.local_response_policy.v3.LocalResponsePolicy",
+                            status_code=503,
+                            body={"inline_string": "no picker and no replica serves this request"},
+                        )
+                    },
+                }
+            ]
+        }
+    }
+}
 
 
 def _error_format() -> dict[str, Any]:
@@ -244,11 +293,12 @@ def _unlimited() -> dict[str, int]:
 
 def _replicas_cluster(file: Path) -> dict[str, Any]:
     policies = "envoy.extensions.load_balancing_policies"
-    no_fallback = _typed(  # selects no host: an unknown address fails instead of going to another replica
+    redirector = _typed(  # a request without a known address must not go to any replica
         "envoy.load_balancing_policies.subset",
         f"{policies}.subset.v3.Subset",
-        fallback_policy="NO_FALLBACK",
-        subset_selectors=[{"keys": ["nothing"]}],
+        fallback_policy="DEFAULT_SUBSET",
+        default_subset=_REDIRECTOR,
+        subset_selectors=[{"keys": list(_REDIRECTOR)}],
         subset_lb_policy={
             "policies": [
                 {
@@ -263,7 +313,7 @@ def _replicas_cluster(file: Path) -> dict[str, Any]:
         "envoy.load_balancing_policies.override_host",
         f"{policies}.override_host.v3.OverrideHost",
         override_host_sources=[{"header": DESTINATION}],
-        fallback_policy={"policies": [{"typed_extension_config": no_fallback}]},
+        fallback_policy={"policies": [{"typed_extension_config": redirector}]},
     )
     return {
         "name": "replicas",

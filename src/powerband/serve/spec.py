@@ -96,6 +96,7 @@ class FleetSpec:
     host: str
     port: int
     admin_port: int
+    redirector_port: int  # answers the requests that no picker has read
     tenants: str = ""  # path of tenants.yaml
     threads: int = 1  # Envoy's worker threads
     tls_cert: str = ""  # path of the certificate chain, in PEM; empty: plain HTTP

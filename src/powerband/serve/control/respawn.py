@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from powerband.core.engine import Command
@@ -21,14 +20,12 @@ async def respawn(
     log: Path,
     max_backoff_s: float,
     grace_s: float = 3.0,
-    while_running: Callable[[], Awaitable[None]] | None = None,
     store: StoredDescriptors,
     stored: StoredProcess | None = None,
 ) -> None:
     """Run a command until cancelled; restart it with exponential back-off.
 
-    `while_running` is started with each process and cancelled when that process exits. The `store` keeps the process
-    for another supervisor, which takes it over as `stored`.
+    The `store` keeps the process for another supervisor, which takes it over as `stored`.
     """
     backoff_s = _MIN_BACKOFF_S
     while True:
@@ -38,14 +35,7 @@ async def respawn(
         async with starting as process, contextlib.AsyncExitStack() as stack:
             store.keep(log.stem, process.record, process.control)
             stack.callback(store.drop, log.stem)
-            companion = asyncio.ensure_future(while_running()) if while_running else None
-            try:
-                await process.exited.wait()
-            finally:
-                if companion:
-                    companion.cancel()
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await companion
+            await process.exited.wait()
         settled = time.monotonic() - began > _BACKOFF_RESET_S
         backoff_s = _MIN_BACKOFF_S if settled else min(2 * backoff_s, max_backoff_s)
         await asyncio.sleep(backoff_s)

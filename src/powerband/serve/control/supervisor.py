@@ -22,7 +22,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from powerband.core.engine import Command
 from powerband.errors import PowerbandError
 from powerband.runtime import ray_cluster
 from powerband.runtime.descriptor_store import StoredDescriptors, StoredProcess
-from powerband.serve import envoy
+from powerband.serve import envoy, relay
 from powerband.serve.control.autoscaler import Autoscaler, FleetSnapshot
 from powerband.serve.control.local_replica import StoredReplica
 from powerband.serve.control.picker_link import PickerLink
@@ -47,6 +47,8 @@ _DRAIN_TIMEOUT_S, _GAUGES_INTERVAL_S = 600.0, 2.0
 _ENDPOINTS_INTERVAL_S, _RETRY_WRITE_S = 0.5, 1.0
 _ADOPTION_TIMEOUT_S = 2.0
 _MIN_OPEN_FILES = 65_536
+_NO_ENGINE_PORT = 0
+_PICKERS = ("picker", "picker-standby")  # the first to hold the lock serves
 
 
 class Supervisor:
@@ -84,7 +86,9 @@ class Supervisor:
                 self.add(name, model_spec)
             self._reconcile(name, max(model_spec.replicas, len(in_use) if model_spec.scales else 0))
         helpers = [
-            asyncio.create_task(self._respawn("picker", self._picker_command(), stored, self.picker.run)),
+            *(asyncio.create_task(self._respawn(name, self._picker_command(), stored)) for name in _PICKERS),
+            asyncio.create_task(self.picker.run()),
+            asyncio.create_task(self._respawn("redirector", self._redirector_command(), stored)),
             asyncio.create_task(self._respawn("envoy", self._envoy_command(), stored)),
             asyncio.create_task(self._publish_changes()),
             asyncio.create_task(self._tick()),
@@ -135,7 +139,8 @@ class Supervisor:
 
     def _write_endpoints(self, addresses: set[str]) -> None:
         self._endpoints_version = secrets.token_hex(8)
-        content = envoy.endpoints(addresses, version=self._endpoints_version)
+        redirector = f"127.0.0.1:{self.spec.redirector_port}"
+        content = envoy.endpoints(addresses, redirector=redirector, version=self._endpoints_version)
         runs.write_atomic(self.folder / "endpoints" / "replicas.json", content)
 
     def set_model(self, model_spec: ModelSpec) -> None:
@@ -261,20 +266,16 @@ class Supervisor:
         }
         self.picker.send(state)
 
-    async def _respawn(
-        self,
-        name: str,
-        command: Command,
-        stored: dict[str, StoredProcess],
-        while_running: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:
+    async def _respawn(self, name: str, command: Command, stored: dict[str, StoredProcess]) -> None:
         log = self.folder / f"{name}.log"
-        await respawn(
-            command, log=log, max_backoff_s=2.0, while_running=while_running, store=self.store, stored=stored.get(name)
-        )
+        await respawn(command, log=log, max_backoff_s=2.0, store=self.store, stored=stored.get(name))
 
     def _picker_command(self) -> Command:
         return Command(argv=(sys.executable, "-m", "powerband.serve.router.picker", str(self.folder)))
+
+    def _redirector_command(self) -> Command:
+        """Return a relay of no engine: it redirects each request, so that Envoy asks the picker again."""
+        return relay.command("127.0.0.1", self.spec.redirector_port, _NO_ENGINE_PORT)
 
     def _envoy_command(self) -> Command:
         options = ("--disable-hot-restart", "--concurrency", str(self.spec.threads), "--log-level", "warning")

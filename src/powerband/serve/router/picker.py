@@ -2,12 +2,15 @@
 
     python -m powerband.serve.router.picker FOLDER
 
-FOLDER contains `spec.json`, `picker.sock` for Envoy and `control.sock` for the supervisor.
+FOLDER contains `spec.json`, `picker.sock` for Envoy and `control.sock` for the supervisor. Of several pickers of a
+folder the one that holds the lock of `picker.lock` serves; the others wait for it, with everything loaded.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import gc
 import json
 import math
@@ -42,6 +45,7 @@ _OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 _NO_BODY = ":no-body"  # no header of a client has this name
 _OBJECTS_PER_COLLECTION = 20_000
 _EXPIRE_INTERVAL_S, _SUMMARY_INTERVAL_S = 0.02, 0.25
+_INFORMED_WITHIN_S = 1.0
 
 
 class Picker(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grpc.AccessLogServiceServicer):  # type: ignore[misc]
@@ -57,18 +61,21 @@ class Picker(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grpc
         try:
             if (message := await context.read()) is grpc.aio.EOF:
                 return
-            headers = _headers(message.request_headers)
+            headers, earlier = _headers(message.request_headers), None
             path = headers.get(":path", "").partition("?")[0]
-            if earlier := self._failed_attempts(path, headers):
-                tenant, headers[":path"] = earlier.tenant, earlier.path
-                await context.write(_accept_headers(request_id, path=earlier.path))
+            if redirected := path in (DIED, UNAVAILABLE):
+                earlier = self._failed_attempts(path, headers)
+                path = earlier.path if earlier else headers.get(envoy.ORIGINAL_PATH, "").partition("?")[0]
+                headers[":path"] = path
+            if earlier:
+                tenant = earlier.tenant
             elif answer := self._serve_locally(path, headers):
                 await context.write(answer)
                 return
             else:
                 tenant = self.scheduler.admission.authenticate(headers.get("authorization", ""))
                 _expect_post(path, headers)
-                await context.write(_accept_headers(request_id))
+            await context.write(_accept_headers(request_id, path=path if redirected else ""))
             if (message := await context.read()) is grpc.aio.EOF:
                 return  # the client is gone
             decision = await self.scheduler.pick(
@@ -85,11 +92,8 @@ class Picker(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grpc
                 self.scheduler.finish(request_id, RequestOutcome(status=0))
 
     def _failed_attempts(self, path: str, headers: Mapping[str, str]) -> FailedAttempts | None:
-        """Return what is known of a request that Envoy sends again because its replica failed; None: it is new."""
-        request_id = headers.get(envoy.REQUEST_ID)
-        if not request_id or path not in (DIED, UNAVAILABLE):
-            return None
-        if found := self.scheduler.retry(request_id, path):
+        """Return what is known of a request that Envoy sends again; None if this picker did not choose its replica."""
+        if found := self.scheduler.retry(headers.get(envoy.REQUEST_ID, ""), path):
             self.telemetry.count_retry(found.recipe, path.strip("/"))
         return found
 
@@ -150,26 +154,14 @@ def _header(key: str, value: str) -> Any:
 def _accept_headers(request_id: str, *, path: str = "") -> Any:
     """Ask for the body. The request id is set now, so that the access log reports the end of every request.
 
-    `path` replaces the path of a redirect.
+    `path` replaces the path of a redirect. The key stays until the decision: another picker may have to read it.
     """
     response = wire.ProcessingResponse()
-    response.CopyFrom(_REMOVE_HEADERS)
     added = response.request_headers.response.header_mutation.set_headers
     added.append(_header(envoy.REQUEST_ID, request_id))
     if path:
         added.append(_header(":path", path))
     return response
-
-
-_REMOVE_HEADERS = wire.ProcessingResponse(
-    request_headers=wire.HeadersResponse(
-        response=wire.CommonResponse(
-            header_mutation=wire.HeaderMutation(
-                remove_headers=(*envoy.INTERNAL_HEADERS, envoy.ORIGINAL_URL, "authorization")
-            )
-        )
-    )
-)
 
 
 def _route_to(decision: RoutingDecision) -> Any:
@@ -180,7 +172,8 @@ def _route_to(decision: RoutingDecision) -> Any:
         envoy.REPLICA: decision.replica,
     }
     headers = [_header(key, value) for key, value in values.items()]
-    common = wire.CommonResponse(header_mutation=wire.HeaderMutation(set_headers=headers))
+    removed = (envoy.ORIGINAL_PATH, "authorization")
+    common = wire.CommonResponse(header_mutation=wire.HeaderMutation(set_headers=headers, remove_headers=removed))
     if decision.body is not None:
         common.body_mutation.body = decision.body
         common.header_mutation.set_headers.append(_header("content-length", str(len(decision.body))))
@@ -227,9 +220,16 @@ def _seconds(common: Any, name: str) -> float | None:
 
 
 async def _serve_control(
-    scheduler: RequestScheduler, telemetry: Telemetry, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    scheduler: RequestScheduler,
+    telemetry: Telemetry,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    informed: asyncio.Event,
 ) -> None:
-    """Apply the supervisor's updates of models, endpoints and tenants; send it a summary periodically."""
+    """Apply the supervisor's updates of models, endpoints and tenants; send it a summary periodically.
+
+    `informed` is set once the endpoints are known.
+    """
 
     async def send_summaries() -> None:
         while True:
@@ -243,6 +243,7 @@ async def _serve_control(
             if "endpoints" in update:
                 scheduler.update_models({name: ModelSpec.from_data(one) for name, one in update["models"].items()})
                 scheduler.update_endpoints(update["endpoints"], update["canary_weights"])
+                informed.set()
             if "replicas" in update:
                 telemetry.replica_status = update
             if "tenants" in update:
@@ -264,6 +265,12 @@ def _load_tenants(admission: Admission, path: Path) -> None:
 
 
 async def _main(folder: Path) -> None:
+    with (folder / "picker.lock").open("w") as lock:
+        await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)  # the kernel frees it when the process ends
+        await _serve(folder)
+
+
+async def _serve(folder: Path) -> None:
     spec = FleetSpec.read(folder)
     telemetry = Telemetry(folder / "traffic.jsonl" if spec.capture else None)
     tracer = Tracer(url) if (url := tracing.collector_url()) else None
@@ -279,15 +286,18 @@ async def _main(folder: Path) -> None:
         _load_tenants(scheduler.admission, Path(spec.tenants))
     for name in ("picker.sock", "control.sock"):
         (folder / name).unlink(missing_ok=True)
+    informed = asyncio.Event()
+    control = await asyncio.start_unix_server(
+        lambda reader, writer: _serve_control(scheduler, telemetry, reader, writer, informed), folder / "control.sock"
+    )
+    with contextlib.suppress(TimeoutError):  # without a supervisor, requests wait
+        await asyncio.wait_for(informed.wait(), _INFORMED_WITHIN_S)
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", 16 * 2**20)])
     picker = Picker(scheduler, telemetry)
     external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(picker, server)
     als_pb2_grpc.add_AccessLogServiceServicer_to_server(picker, server)
     server.add_insecure_port(f"unix:{folder / 'picker.sock'}")
     await server.start()
-    control = await asyncio.start_unix_server(
-        lambda reader, writer: _serve_control(scheduler, telemetry, reader, writer), folder / "control.sock"
-    )
     gc.collect()
     gc.freeze()  # what exists now stays
     gc.set_threshold(_OBJECTS_PER_COLLECTION)  # the default of 700 is reached by a few requests

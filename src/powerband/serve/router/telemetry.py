@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from bisect import bisect_left
 from collections import deque
@@ -204,6 +205,7 @@ class Telemetry:
         """Return the state that the supervisor scales by and writes to status.json."""
         now_s = time.monotonic()
         return {
+            "picker_pid": os.getpid(),
             "done": self.done,
             "refused": dict(scheduler.rejections),
             "overflows": scheduler.overflows,
