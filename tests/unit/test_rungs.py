@@ -144,6 +144,11 @@ def test_durations_are_learned_from_trials() -> None:
     took.learn([trial], [default])
     assert took.starts_s == {"llamacpp": 5.0} and took.best_per_s == took.default_per_s == 1.2
     assert took.validation() > before_s and took.gate_s == 150.0
+    both = Durations(starts_s={"llamacpp": 2.0, "vllm": 80.0})
+    slow_start = {"settings": {"engine": "vllm", "weights": "bf16"}, "start_s": 90.0}
+    both.learn([trial.model_copy(update=slow_start)], [default])
+    one = Durations(starts_s={"vllm": 90.0}, best_per_s=1.2, default_per_s=1.2)
+    assert both.validation() == one.validation(), "the leader's engine is started, not the mean of both"
     better = trial.model_copy(update={"settings": Q8, "max_rate_per_s": 2.4, "quality": "pass"})
     took.learn([trial, better], [default])
     assert (took.best_per_s, took.default_per_s) == (2.4, 1.2) and took.gate_s < 150.0, "the reference has answered"

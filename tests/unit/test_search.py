@@ -289,6 +289,21 @@ def test_a_failed_baseline_is_not_reported_as_too_slow(outcome: Outcome, reason:
     assert exclusion_reason(contender_of(runner, trial)) == reason
 
 
+def test_a_default_that_is_clearly_slower_is_not_validated(tmp_path: Path) -> None:
+    runner = make_runner(replace(SPEC, engines=("fake",)), tmp_path)
+    runner.space = SPACE
+
+    def trial(engine: str, low: float, high: float) -> Trial:
+        estimate = Interval((low * high) ** 0.5, low, high)
+        return Trial(number=1, settings=SPACE.defaults(engine), outcome="screened", estimate_per_s=estimate)
+
+    slow, quick = validation._defaults(runner, [trial("two", 0.19, 0.48), trial("one", 1.08, 2.77)])
+    assert slow.start_per_s is None and quick.start_per_s
+    assert exclusion_reason(slow).startswith("two default was not measured: its screen estimates at most 0.48 req/s")
+    near = validation._defaults(runner, [trial("two", 0.5, 1.2), trial("one", 1.0, 2.7)])
+    assert all(one.start_per_s for one in near)
+
+
 async def test_a_failure_during_validation_is_not_reported_as_too_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ class Durations:
     side_by_side: int = 1  # trials that run at the same time, if each uses the fewest devices
     fewest_devices: int = 1
     devices: int = 1  # of the best configuration
+    leader: str = ""  # its engine
 
     def learn(self, trials: Sequence[Trial], defaults: Sequence[Settings]) -> None:
         """Replace predictions by what the trials took."""
@@ -59,7 +60,7 @@ class Durations:
             self.starts_s[one.settings[ENGINE]] = one.start_s or self.starts_s.get(one.settings[ENGINE], 0.0)
         self.best_per_s = max(map(rate_of, trials), default=0.0) or self.best_per_s
         if leader := best(trials):
-            self.devices = leader.devices
+            self.devices, self.leader = leader.devices, leader.settings[ENGINE]
         tried = [rate for one in trials if one.settings in defaults and (rate := rate_of(one))]
         self.default_per_s = max(tried, default=min(self.default_per_s, self.best_per_s))
 
@@ -84,10 +85,11 @@ class Durations:
 
     def validation(self, *, finalists: int = 1, rounds: int = ROUNDS) -> float:
         """Return the duration of the interleaved rounds, with the best default, and of the confirmed rate."""
-        round_s = finalists * (self.start_s + self.climb()) + self.start_s + self.climb(self.default_per_s)
+        start_s = self.starts_s.get(self.leader, self.start_s)
+        round_s = finalists * (start_s + self.climb()) + start_s + self.climb(self.default_per_s)
         climbs = finalists + 1
         rounds_s = self.waves(rounds * climbs) * round_s / climbs
-        return rounds_s + self.start_s + _CONFIRMATIONS * 2 * self.level(self.best_per_s, share=1.0)
+        return rounds_s + start_s + _CONFIRMATIONS * 2 * self.level(self.best_per_s, share=1.0)
 
     def waves(self, climbs: int) -> int:
         """Return how many climbs there are one after the other, if as many as fit run at the same time."""

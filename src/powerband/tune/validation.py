@@ -75,7 +75,7 @@ async def compare(runner: TrialRunner, trials: Sequence[Trial], *, budget_s: flo
     ends = runner.now() + budget_s - runner.elapsed_s(trials)
     two = ends - runner.now() > runner.durations.validation(finalists=2)
     finalists = await _finalists(runner, trials, _FINALISTS if two else 1)
-    defaults = [contender_of(runner, one) for one in trials if not runner.space.non_default(one.settings)]
+    defaults = _defaults(runner, trials)
     able = {key(one.settings): one for one in (*finalists, *defaults) if one.start_per_s}
     rates = await measure_interleaved(runner, VALIDATION, list(able.values()), ROUNDS)
     leaders = _leaders(rates, finalists, defaults)
@@ -125,6 +125,23 @@ def contender_of(runner: TrialRunner, trial: Trial) -> Contender:
     name = render_settings(trial.settings, runner.space.all_defaults)
     why = trial.reason if trial.outcome in ("below the floor", "failed", "inconclusive", "ruled out") else ""
     return Contender(name, trial.settings, rate_of(trial) or None, why, trial.devices)
+
+
+def _defaults(runner: TrialRunner, trials: Sequence[Trial]) -> list[Contender]:
+    """Return the engines' defaults. One that its screen puts clearly below another one is not measured again.
+
+    The rounds of a slow deployment take longest: an engine of a fifth of the rate would take most of the validation.
+    """
+    found = [one for one in trials if not runner.space.non_default(one.settings)]
+    least = max((one.estimate_per_s.low / one.devices for one in found if one.estimate_per_s), default=0.0)
+    contenders = []
+    for trial in found:
+        one, estimate = contender_of(runner, trial), trial.estimate_per_s
+        if estimate and not one.why and estimate.high / trial.devices < least:
+            why = f"its screen estimates at most {estimate.high:.3g} req/s, which is less than another engine's default"
+            one = replace(one, start_per_s=None, why=why)
+        contenders.append(one)
+    return contenders
 
 
 async def _finalists(runner: TrialRunner, trials: Sequence[Trial], count: int) -> list[Contender]:
