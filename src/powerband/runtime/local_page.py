@@ -1,4 +1,4 @@
-"""Read a page of a server on this machine, for supervisors that probe hundreds: httpx takes several times the CPU."""
+"""Read a page of a server on this machine, for supervisors that probe hundreds: httpx takes six times the CPU."""
 
 from __future__ import annotations
 
