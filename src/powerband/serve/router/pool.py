@@ -202,7 +202,7 @@ class EndpointPool:
                 return
             heapq.heappop(self._queue)
             self._queued_work[queued.profile.priority] -= queued.profile.work_estimate
-            self._start(queued, self._choose(queued.profile, able, holders, now_s), now_s)
+            self._start(queued, self.choose(queued.profile, able, holders, now_s), now_s)
             yield queued
 
     def _dispatch_exclusive(self, now_s: float) -> Iterator[QueuedRequest]:
@@ -260,7 +260,7 @@ class EndpointPool:
         preferred = [one for one in free if one.canary == canary_turn]
         return preferred or [one for one in free if self.canary_weight or not one.canary]
 
-    def _choose(
+    def choose(
         self, profile: RequestProfile, able: list[Endpoint], holders: Sequence[Mapping[Endpoint, None]], now_s: float
     ) -> Endpoint:
         """Return the endpoint predicted to finish first, from its remaining work and its prefix-cache hits.
