@@ -63,7 +63,7 @@ def simulate(
 
     `cached_share` of every prompt is already in the KV cache. In a `closed` loop `due` has the first request of each
     user; the next one is sent when an answer ends, until all prompts are sent. `stop_when` is called with the TTFT, the
-    E2E latency and the output tokens of each counted request; once it returns True, the simulation ends without one.
+    E2E latency and the output tokens of each counted request; once it returns True, the outcome is empty.
     """
     count, due = len(prompts if closed else due), array("d", due)
     ttft, ends = array("d", bytes(8 * count)), array("d", bytes(8 * count))
