@@ -29,7 +29,6 @@ from powerband.tune.virtual_levels import Answer, Load
 PRECISIONS = {"bf16": "bf16", "fp8-dynamic": "fp8", "w8a8-int8": "fp8", "w4a16-awq": "int4", "w4a16-gptq": "int4"}
 QUIRK, DRIFT = 0.05, 0.02  # standard deviations of logarithms: of a setting, and from level to level
 EAGER_S = (0.001, 0.006)  # of a decode step without CUDA graphs
-_ROUNDS = 6  # requests of each user
 _NOISE = 1.15  # the open loop's requests come in another order
 
 
@@ -151,18 +150,11 @@ class LabWorld:
     def _closed_loop(self, settings: Settings) -> FluidEstimate:
         """Return the throughput with as many users as the engine runs at once."""
         if key(settings) not in self._closed:
-            server, lengths = self.server(settings), self.requests.lengths
-            users = max(1, int(min(server.limits.sequences, server.limits.kv_tokens / lengths.mean_kv_tokens)))
-            _, prompts, outputs = self.requests.first(_ROUNDS * users)
-            found = simulate(
-                [0.0] * users, prompts, outputs, server.times, server.limits,
-                cached_share=lengths.cached_share, closed=True,
-            )  # fmt: skip
-            ends = sorted(due + e2e for due, e2e in zip(found.due, found.e2e, strict=True))
-            if not ends:  # the KV cache cannot hold one request
-                self._closed[key(settings)] = FluidEstimate(0.0, math.inf, 0.0, "")
-                return self._closed[key(settings)]
-            first, last = len(ends) // 4, 3 * len(ends) // 4
-            rate_per_s = (last - first) / (ends[last] - ends[first])
-            self._closed[key(settings)] = FluidEstimate(rate_per_s, users / rate_per_s, 0.0, "")
+            server = self.server(settings)
+            users = max(
+                1.0, min(server.limits.sequences, server.limits.kv_tokens / self.requests.lengths.mean_kv_tokens)
+            )
+            rate_per_s = predict.capacity(server, self.requests)
+            answer_s = users / rate_per_s if rate_per_s else math.inf
+            self._closed[key(settings)] = FluidEstimate(rate_per_s, answer_s, 0.0, "")
         return self._closed[key(settings)]

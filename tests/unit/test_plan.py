@@ -517,3 +517,17 @@ def test_slower_tails_under_mixed_load_lower_the_max_rate() -> None:
         interval = predict.max_rate_interval(server, requests, FLOWING, found.rate_per_s)
         assert interval.low <= interval.value <= interval.high
     assert rates[1] < 0.9 * rates[0]
+
+
+def test_no_rate_exceeds_the_throughput_of_a_full_engine() -> None:
+    loose = SLO.model_validate({"ttft": {"p95": 60.0}, "tpot": {"p90": 10.0}})
+    server, requests = server_of(), sampled()
+    found = predict.max_rate(server, requests, loose, estimate=predict.fluid_estimate(server, requests.lengths, loose))
+    due, prompts, outputs = requests.first(3000)
+    at_once = simulate(
+        [0.0] * len(due), prompts, outputs, server.times, server.limits, cached_share=LENGTHS.cached_share
+    )
+    throughput_per_s = len(due) / max(at_once.e2e)
+    assert found is not None and 0.85 * throughput_per_s < found.rate_per_s < 1.03 * throughput_per_s
+    nothing_fits = predict.Server(server.times, Limits(sequences=64, batched_tokens=2048, kv_tokens=1))
+    assert predict.capacity(nothing_fits, requests) == 0

@@ -20,7 +20,7 @@ from powerband.plan.step_time import StepTimes
 _ROUNDS = 7
 _START = 0.75  # share of the fluid estimate where a search begins
 _PRECISION = 1.04  # the search stops when a failing rate is within this factor of a passing one
-_MAX_OVER_FLUID = 1.25  # steps that combine prefill and decode can sustain more than the fluid estimate
+_CAPACITY_ROUNDS = 4  # requests of each user of the closed loop that shows the capacity
 _MIN_REQUESTS = 240  # of a simulation
 _MIN_DURATION_IN_ANSWERS = 6  # of a simulation, so that a growing queue shows
 _WARMUP_DIVISOR = 3  # the first third of a simulation is not counted
@@ -108,6 +108,29 @@ def closed_loop(times: StepTimes, concurrency: float, lengths: Lengths) -> Stead
     return steady_state(times, concurrency=concurrency, prompt=lengths.prompt, output=lengths.output, cached=cached)
 
 
+def capacity(server: Server, requests: Requests) -> float:
+    """Return the throughput of a simulated closed loop that fills the batch or the KV cache; 0 if no request fits.
+
+    A higher rate makes the queue grow, which a simulation of a fast device is too short to show.
+    """
+    fitting = server.limits.kv_tokens / requests.lengths.mean_kv_tokens
+    users = max(1, int(min(server.limits.sequences, fitting)))
+    _, prompts, outputs = requests.first(_CAPACITY_ROUNDS * users)
+    found = simulate(
+        [0.0] * users,
+        prompts,
+        outputs,
+        server.times,
+        server.limits,
+        cached_share=requests.lengths.cached_share,
+        closed=True,
+    )
+    if not (ends := sorted(due + e2e for due, e2e in zip(found.due, found.e2e, strict=True))):
+        return 0.0
+    first, last = len(ends) // 4, 3 * len(ends) // 4  # without the start, and the end, when users are missing
+    return (last - first) / (ends[last] - ends[first]) if ends[last] > ends[first] else math.inf
+
+
 @dataclass(frozen=True)
 class Prediction:
     """The highest rate that meets the SLO, and the simulated latencies at that rate."""
@@ -184,13 +207,15 @@ def meets(slo: SLO, found: Outcome, coefficients: Coefficients) -> bool:
 def max_rate(
     server: Server, requests: Requests, slo: SLO, *, estimate: FluidEstimate, start_share: float = 0.0
 ) -> Prediction | None:
-    """Return the highest rate that meets the SLO, searched around the fluid estimate; None if no rate does.
+    """Return the highest rate that meets the SLO, below the capacity; None if no rate does.
 
-    The search begins at `start_share` of the fluid estimate, if a similar deployment had its highest rate there.
+    The search begins near the fluid estimate, at `start_share` of it if that was right for a similar deployment.
     """
-    passing, failing, step = 0.0, estimate.rate_per_s * _MAX_OVER_FLUID, _PRECISION
+    passing, failing, step = 0.0, capacity(server, requests), _PRECISION
+    if not failing:
+        return None
     near = start_share > _START  # else the known rate was limited by something else than the fluid estimate
-    rate = estimate.rate_per_s * (start_share if near else _START)
+    rate = min(estimate.rate_per_s * (start_share if near else _START), failing / _PRECISION)
     best: Outcome | None = None
     for _ in range(_ROUNDS):
         found = outcome_at(server, requests, rate, answer_s=estimate.answer_s, slo=slo)

@@ -154,7 +154,8 @@ def _sentence(found: Plan, one: Candidate) -> str:
     text += f" for {price} $/h, {one.usd_per_1m_tokens.value:.3g} $ per 1M tokens"
     if found.load_per_s:
         devices, together = one.replicas * one.devices, one.replicas * one.usd_per_h
-        text += f"; {found.load_per_s:g}/s need {one.replicas} replicas, {devices} devices, {together:.3g} $/h"
+        replicas, on = (f"{n} {what}{'s' * (n != 1)}" for n, what in ((one.replicas, "replica"), (devices, "device")))
+        text += f"; {found.load_per_s:g}/s need {replicas}, {on}, {together:.3g} $/h"
     elif one.fleet_per_s and one.fleet_replicas and one.fleet_replicas > 1:
         rate = format.rate(one.fleet_per_s)
         text += f"; all offered {one.device} together: {one.fleet_replicas} replicas, {rate}"
