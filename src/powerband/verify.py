@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -81,7 +82,8 @@ async def verify(spec: VerifySpec, *, folder: Path, report: Report = lambda _: N
     deployment = deployment_of(recipe.deployment)
     recipe_devices.require(recipe, deployment, devices.this_host(), changed=spec.changed)
     try:
-        if model_files.digest(deployment.variant.full_source) != recipe.weights_digest:
+        report("read the weights")
+        if await asyncio.to_thread(model_files.digest, deployment.variant.full_source) != recipe.weights_digest:
             found.checks.append(Check("weights", "broken", "their digest differs from the recipe's"))
         report("start the engine")
         prepared = local.prepare(deployment, engine_path=spec.engine_path)

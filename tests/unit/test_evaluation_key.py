@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from powerband import engines, evaluate
+from powerband import engines
 from powerband.core.document import Document
+from powerband.evaluate import keys
 from powerband.runtime import file_digests, model_files
 
 SHARD = "model-{:05d}-of-00002.safetensors"
@@ -47,7 +48,7 @@ def key(model: Path, version: str = "0.32.0", **more: Any) -> dict[str, Any]:
     prepared: Any = SimpleNamespace(
         deployment=deployment, engine=engines.get("vllm"), installation=SimpleNamespace(version=version)
     )
-    return evaluate._deployment_key(prepared)  # type: ignore[attr-defined,no-any-return]
+    return keys.deployment_key(prepared)
 
 
 @pytest.mark.parametrize(

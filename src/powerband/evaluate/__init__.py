@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from powerband._callable import make_callable
@@ -18,8 +16,9 @@ from powerband.core.quality import FIDELITY, Judgement, QualityFloor
 from powerband.core.scoring import Answer
 from powerband.core.statistics import wilson, z_of
 from powerband.errors import InputError
-from powerband.evaluate import gate
+from powerband.evaluate import gate, keys
 from powerband.evaluate.engine_client import EngineClient
+from powerband.evaluate.keys import TOP_LOGPROBS
 from powerband.evaluate.probes import (
     DEPTH,
     LATE,
@@ -36,17 +35,14 @@ from powerband.evaluators import fidelity, questions
 from powerband.evaluators.fidelity import TextComparison
 from powerband.launchers import local
 from powerband.launchers.local import Prepared
-from powerband.runtime import model_files
 from powerband.runtime.replica import Replica
 from powerband.store import documents, evidence, runs, schemes
 
-TOP_LOGPROBS = 20  # tokens compared at each position; vLLM's default maximum
 CHECKPOINTS = (0.125, 0.25, 0.5, 1.0)  # fractions of all probes after which the verdict is checked
 RESERVE_CHECKPOINTS = (0.25, 0.5, 1.0)  # the same of the reserve, which is used only if the verdict is undecided
 CONFIDENCE = 1 - 0.05 / (len(CHECKPOINTS) + len(RESERVE_CHECKPOINTS))  # Bonferroni
 _MAX_WORST_PAIRS = 12
 _KEPT_HISTORY = 0.8  # of the reference's tokens of earlier turns: templates differ a little
-_NO_ANSWERS = ("name", "description", "placement", "start_timeout")  # keys of a deployment that change no answers
 Progress = Callable[[str], None]
 
 
@@ -106,10 +102,15 @@ async def evaluate(
 
     The candidate is launched unless `running` is a replica of it.
     """
-    reference_key = _reference_key(reference, spec)
+    reference_key = await asyncio.to_thread(keys.reference_key, reference, spec.probes, spec.tasks)
     reserve_key = [spec.reserve.digest, spec.reserve_s]  # a larger reserve may decide what a smaller one did not
-    candidate_key = [_deployment_key(candidate), spec.floor.to_data(), spec.run_all, reserve_key]
-    cached = _cache_path(evidence.EVALUATIONS, [reference_key, candidate_key])
+    candidate_key = [
+        await asyncio.to_thread(keys.deployment_key, candidate),
+        spec.floor.to_data(),
+        spec.run_all,
+        reserve_key,
+    ]
+    cached = keys.cache_path(evidence.EVALUATIONS, [reference_key, candidate_key])
     if cached.is_file() and not spec.ignore_cache:
         progress("use the cached evaluation")
         return documents.read_as(Evaluation, cached)
@@ -219,41 +220,12 @@ async def ensure_reference_answers(
     await _reference_answers(reference, spec, {}, progress)
 
 
-def _deployment_key(prepared: Prepared) -> dict[str, Any]:
-    """Return the part of a cache key with everything of a deployment that can change answers.
-
-    These are its knobs, the engine's version, and the contents of weights, tokenizer, templates and of all files that a
-    knob names, such as LoRA adapters and draft models. Its name and its place on the machine change no answers.
-    """
-    deployment, source = prepared.deployment, prepared.deployment.variant.full_source
-    named = prepared.engine.files(deployment)
-    return {
-        "deployment": {name: part for name, part in deployment.to_data().items() if name not in _NO_ANSWERS},
-        "weights": model_files.digest(source),
-        "texts": model_files.texts_digest(source),
-        "files": {knob: model_files.path_digest(Path(path).expanduser()) for knob, path in sorted(named.items())},
-        "version": prepared.installation.version,
-    }
-
-
-def _reference_key(reference: Prepared, spec: EvaluateSpec) -> dict[str, Any]:
-    """Return the part of a cache key that identifies the reference, the probes and the tasks."""
-    tasks = {name: task.digest for name, task in spec.tasks.items()}
-    return {**_deployment_key(reference), "probes": spec.probes.digest, "tasks": tasks, "top": TOP_LOGPROBS}
-
-
-def _cache_path(folder: str, key: list[Any]) -> Path:
-    """Return the cache file for a key."""
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:16]
-    return runs.state_root() / folder / f"{digest}.json"
-
-
 async def _reference_answers(
     reference: Prepared, spec: EvaluateSpec, engine_s: dict[str, float], progress: Progress
 ) -> ReferenceAnswers:
     """Return the reference's answers from the cache; launch the reference and query it for those that are not there."""
-    key = _reference_key(reference, spec)
-    path, part = _cache_path("references", [key]), _cache_path("references", [key, spec.share])
+    key = await asyncio.to_thread(keys.reference_key, reference, spec.probes, spec.tasks)
+    path, part = keys.cache_path("references", [key]), keys.cache_path("references", [key, spec.share])
     if path.is_file():
         return ReferenceAnswers.read(path).first(spec.share)
     if spec.share < 1 and part.is_file():
@@ -262,7 +234,7 @@ async def _reference_answers(
         (
             (share, one)
             for share in CHECKPOINTS
-            if share < spec.share and (one := _cache_path("references", [key, share])).is_file()
+            if share < spec.share and (one := keys.cache_path("references", [key, share])).is_file()
         ),
         None,
     )

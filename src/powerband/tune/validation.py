@@ -59,7 +59,8 @@ class Validated:
 async def validate(runner: TrialRunner, study: Study, *, budget_s: float) -> Recipe:
     """Return the recipe of the configuration that wins the validation."""
     found = await compare(runner, study.trials, budget_s=budget_s)
-    return recipe.build_recipe(
+    return await asyncio.to_thread(  # the digest of large weights takes minutes
+        recipe.build_recipe,
         runner,
         study,
         found.confirmed,
