@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Build and check the files of a release. The same commit gives the same bytes. Needs Python 3.11, git and a C compiler.
+"""Build and check the files of a release; the same commit gives the same bytes. Needs Python 3.11, git, a C compiler.
 
-    deploy/release.py build --output DIR [--ref REF]          sdist, and the wheel of this platform built from it
-    deploy/release.py assemble TAG --output DIR [--from DIR]  all files of a release: packages (of DIR, else built here),
-                                                              SBOM, notes, SHA256SUMS; checked
-    deploy/release.py notes VERSION                           the section of CHANGELOG.md
+deploy/release.py build --output DIR [--ref REF]          sdist, and the wheel of this platform built from it
+deploy/release.py assemble TAG --output DIR [--from DIR]  all files of a release: packages (of DIR, else built here),
+                                                          SBOM, notes, SHA256SUMS; checked
+deploy/release.py notes VERSION                           the section of CHANGELOG.md
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def assemble(tag: str, *, output: Path, packages: Path | None) -> None:
     version = tag.removeprefix("v")
     source = re.search(r'__version__ = "(.+)"', _git("show", f"{tag}:src/powerband/__init__.py"))
     if source is None or source[1] != version:
-        _fail(f"tag {tag} is not the version of its sources, {source and source[1]}", hint="change __version__ or the tag")
+        _fail(
+            f"tag {tag} is not the version of its sources, {source and source[1]}", hint="change __version__ or the tag"
+        )
     output.mkdir(parents=True, exist_ok=True)
     if any(output.iterdir()):
         _fail(f"{output} is not empty", hint="name a new directory")
@@ -86,7 +88,9 @@ def check(wheels: Sequence[Path], sdists: Sequence[Path], *, version: str) -> No
         _tool("check_wheel_contents", "--ignore", "W002", str(wheel))  # two models can have the same shape
         compiled = re.findall(rf"^({'|'.join(PROGRAMS)})\.abi3\.so", _listing(wheel), re.MULTILINE)
         if "linux" in wheel.name and sorted(compiled) != sorted(PROGRAMS):
-            _fail(f"{wheel.name} has {compiled} of {PROGRAMS}", hint="an extension did not compile: read the build's log")
+            _fail(
+                f"{wheel.name} has {compiled} of {PROGRAMS}", hint="an extension did not compile: read the build's log"
+            )
         _tool("abi3audit", "--strict", "--assume-minimum-abi3", "3.11", str(wheel))
 
 
@@ -147,7 +151,9 @@ def _native(wheels: Sequence[Path]) -> Path:
 
 
 def _listing(wheel: Path) -> str:
-    return subprocess.run([sys.executable, "-m", "zipfile", "-l", str(wheel)], check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [sys.executable, "-m", "zipfile", "-l", str(wheel)], check=True, capture_output=True, text=True
+    ).stdout
 
 
 def _sha256(file: Path) -> str:
