@@ -175,8 +175,9 @@ def _tool(module: str, *args: str, epoch: str = "") -> None:
 
 
 def _run(argv: Sequence[str], env: dict[str, str] | None = None) -> None:
-    done = subprocess.run(argv, env=env, stdout=sys.stderr)
+    done = subprocess.run(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
+        print(done.stdout, file=sys.stderr)
         _fail(f"exit {done.returncode}: {' '.join(argv)}", hint="read its output above")
 
 

@@ -62,8 +62,10 @@ def test_a_proof_that_needs_more_is_named(text: str, reason: str, tmp_path: Path
 
 
 def test_prelude_itself_starts_with_python_alone() -> None:
-    code = f"import os, sys; sys.path.insert(0, {str(PROOFS)!r}); os.environ['POWERBAND_PROOF_PYTHON'] = '1'; import prelude"
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True)
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import prelude"
+    argv = [sys.executable, "-I", "-S", "-c", code, str(PROOFS)]
+    env = {"POWERBAND_PROOF_PYTHON": "1"}  # it would install the package otherwise
+    done = subprocess.run(argv, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
