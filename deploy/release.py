@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Build and check the files of a release; the same commit gives the same bytes. Needs Python 3.11, git, a C compiler.
 
-deploy/release.py build --output DIR [--ref REF]          sdist, and the wheel of this platform built from it
-deploy/release.py assemble TAG --output DIR [--from DIR]  all files of a release: packages (of DIR, else built here),
-                                                          SBOM, notes, SHA256SUMS; checked
-deploy/release.py notes VERSION                           the section of CHANGELOG.md
+deploy/release.py build --output DIR [--ref REF]    the sdist, and the wheel of this platform built from it
+deploy/release.py assemble TAG|HEAD --output DIR    all files of a release, checked: packages, SBOM, notes, SHA256SUMS;
+                  [--from DIR]                      packages are those of DIR, else they are built here
+deploy/release.py notes VERSION                     the section of CHANGELOG.md
 """
 
 from __future__ import annotations
@@ -53,12 +53,10 @@ def build(ref: str, *, output: Path) -> list[Path]:
 
 def assemble(tag: str, *, output: Path, packages: Path | None) -> None:
     """Write every file of a release to `output`: packages, SBOM, notes, SHA256SUMS."""
-    version = tag.removeprefix("v")
     source = re.search(r'__version__ = "(.+)"', _git("show", f"{tag}:src/powerband/__init__.py"))
-    if source is None or source[1] != version:
-        _fail(
-            f"tag {tag} is not the version of its sources, {source and source[1]}", hint="change __version__ or the tag"
-        )
+    version = source[1] if source else ""
+    if tag not in ("HEAD", f"v{version}"):
+        _fail(f"tag {tag} is not the version of its sources, {version}", hint=f"the tag of this commit is v{version}")
     output.mkdir(parents=True, exist_ok=True)
     if any(output.iterdir()):
         _fail(f"{output} is not empty", hint="name a new directory")
@@ -160,8 +158,8 @@ def _sha256(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def _tool(module: str, *args: str, epoch: str = "") -> None:
-    """Run a pinned program of release-tools.txt, in an environment of its own in the cache."""
+def tools() -> Path:
+    """Return the directory with the pinned programs of release-tools.txt; they have an environment of their own."""
     cache = Path(os.environ.get("POWERBAND_CACHE") or Path.home() / ".cache" / "powerband")
     key = hashlib.sha256(TOOLS.read_bytes() + sys.version.encode()).hexdigest()[:12]
     home = cache / "release" / key
@@ -169,9 +167,14 @@ def _tool(module: str, *args: str, epoch: str = "") -> None:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(home)], check=True)
         _run([str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", "-r", str(TOOLS)])
         (home / "complete").touch()
+    return home / "bin"
+
+
+def _tool(module: str, *args: str, epoch: str = "") -> None:
+    programs = tools()
     stable = {"SOURCE_DATE_EPOCH": epoch, "PYTHONHASHSEED": "0"} if epoch else {}
-    path = {"PATH": f"{home / 'bin'}:{os.environ['PATH']}"}
-    _run([str(home / "bin" / "python"), "-m", module, *args], env={**os.environ, **stable, **path})
+    path = {"PATH": f"{programs}:{os.environ['PATH']}"}
+    _run([str(programs / "python"), "-m", module, *args], env={**os.environ, **stable, **path})
 
 
 def _run(argv: Sequence[str], env: dict[str, str] | None = None) -> None:
