@@ -258,6 +258,7 @@ async def tune(
             f"--on {on}: trials run on this machine only",
             hint="run tune on that machine, or add --rehearse to play the study in virtual time",
         )
+    stage.search.check_extra()
     folder = inputs.folder(output)
     if not resume and (folder / "trials.jsonl").exists():
         raise InputError(

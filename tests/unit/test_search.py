@@ -87,6 +87,13 @@ def test_combinations_that_cannot_run_are_never_tried() -> None:
     assert tried and not tried & cannot_run.keys()
 
 
+@pytest.mark.parametrize("absent", ["optuna", "numpy"])
+def test_a_search_without_its_extra_is_refused_at_once(absent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("powerband.tune.search.find_spec", lambda name: None if name == absent else object())
+    with pytest.raises(InputError, match="needs Optuna"):
+        Search(SPACE, expected=planned)
+
+
 def screened(number: int, settings: Settings, rate: float) -> Trial:
     estimate = Interval(rate, rate / 2, rate * 2)
     return Trial(number=number, settings=settings, outcome="screened", estimate_per_s=estimate, value=rate)

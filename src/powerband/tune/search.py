@@ -13,6 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from powerband.core.statistics import UNBOUNDED, Interval
@@ -52,6 +53,12 @@ class Step:
     before: Trial | None = None  # an earlier trial of these settings: screened, or rejected by guards
 
 
+def check_extra() -> None:
+    """Fail unless the extra `tune` is installed; the import itself takes too long for this."""
+    if find_spec("optuna") is None or find_spec("numpy") is None:
+        raise InputError("tuning needs Optuna", hint="run: pip install 'powerband[tune]'")
+
+
 class Search:
     """Choose settings from the plan's predictions and the trials so far."""
 
@@ -65,6 +72,7 @@ class Search:
         usd_per_h: float = 1.0,
         proposals: int = _PROPOSALS,
     ) -> None:
+        check_extra()
         self.space, self.seed, self.usd_per_h, self.devices = space, seed, usd_per_h, devices
         self.proposals = proposals
         self.candidates = list(space)
@@ -262,9 +270,7 @@ def _pairs(settings: Settings) -> set[Pair]:
 
 
 def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError:
-        raise InputError("tuning needs Optuna", hint="run: pip install 'powerband[tune]'") from None
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
