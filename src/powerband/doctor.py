@@ -40,7 +40,7 @@ def examine() -> Report:
 def _advise(host: Host, found: tuple[Installation, ...]) -> list[Advice]:
     advice = []
     for name in engines.names():
-        if engines.get(name).programs and not any(one.engine == name for one in found):
+        if engines.get(name).default_version and not any(one.engine == name for one in found):
             advice.append(Advice(f"{name} is not installed", f"powerband engine install {name}"))
     if host.gpu_problem:
         advice.append(Advice(host.gpu_problem, "nvidia-smi"))

@@ -32,6 +32,15 @@ CASES = {
     "llamacpp-lora": ("lora_broken", "not a LoRA adapter"),
     "llamacpp-mtp": ("unsupported", "MTP layers"),
     "llamacpp-gpu-oom": ("out_of_memory", "out of memory on the device"),
+    "sglang-flag": ("unknown_flag", "--enable-reasoning"),
+    "sglang-memory": ("out_of_memory", "the weights leave no memory for the KV cache"),
+    "sglang-memory-share": ("out_of_memory", "within mem_fraction_static 0.84"),
+    "sglang-graphs": ("out_of_memory", "to capture CUDA graphs: SGLang tried to allocate another 448.00 MiB"),
+    "sglang-tp": ("parallelism_refused", "over 6 GPUs does not divide the 16 heads"),
+    "sglang-port": ("port_taken", "metrics_port 40290"),
+    "sglang-kernels": ("unsupported", "need libnvrtc.so.12"),
+    "sglang-context": ("context_too_long", "100000 is above the model's context length of 8192 tokens"),
+    "sglang-capability": ("unsupported", "modelopt_fp8 needs compute capability 89; this GPU has 80"),
 }
 SILENT = {
     "llamacpp-eagle": ("lever_ignored", "draft model is not eagle3"),

@@ -23,10 +23,10 @@ def llama(*argv: str, environment: Mapping[str, str] | None = None) -> dict[str,
     return flags.llama_arguments(argv, LLAMA.options, environment or {})
 
 
-@pytest.mark.parametrize("name", ["vllm", "llamacpp"])
-def test_every_knob_is_an_option_of_the_recorded_version(name: str) -> None:
-    known = {name for one in (VLLM if name == "vllm" else LLAMA).options for name in (*one.names, *one.off)}
-    assert knobs.flags(engines.get(name).config_type) - known <= set()
+@pytest.mark.parametrize("recorded", [VLLM, LLAMA, flags.recorded("sglang", "0.5.23")], ids=lambda one: one.engine)
+def test_every_knob_is_an_option_of_the_recorded_version(recorded: flags.Recorded) -> None:
+    known = {name for one in recorded.options for name in (*one.names, *one.off)}
+    assert knobs.flags(engines.get(recorded.engine).config_type) - known <= set()
 
 
 @pytest.mark.parametrize(

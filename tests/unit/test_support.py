@@ -17,7 +17,7 @@ from powerband.store import documents, schemes
 
 _FILE = Path(__file__).parent.parent / "fixtures" / "support_answers.csv"
 ANSWERS = list(csv.DictReader(_FILE.read_text().splitlines()))
-TABLES = ("vllm", "llamacpp")
+TABLES = ("vllm", "llamacpp", "sglang")
 
 
 @pytest.mark.parametrize("row", ANSWERS, ids=lambda row: "-".join(row[key] for key in ("engine", "device", "name")))

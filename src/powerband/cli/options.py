@@ -9,7 +9,8 @@ import typer
 
 from powerband.cli import output
 
-ENGINES = ("vllm", "llamacpp", "openai", "fake")
+ENGINES = ("vllm", "llamacpp", "openai", "fake", "sglang")
+PLANNED_ENGINES = ("vllm", "llamacpp", "sglang")  # SGLang only if it is named: nobody has run it
 LAUNCHERS = ("local", "ray")
 
 
@@ -26,6 +27,15 @@ def choice(what: str, known: Sequence[str]) -> dict[str, Any]:
         return value
 
     return {"metavar": f"[{'|'.join(known)}]", "parser": parse, "autocompletion": _starting_with(lambda: known)}
+
+
+def print_never_run(names: Sequence[str | None], *, json: bool) -> None:
+    """Print which of the engines that were asked for nobody has run."""
+    from powerband import engines
+
+    for name in filter(None, names):
+        if sentence := engines.get(name).never_run():
+            output.stderr(json=json).print(f"[yellow]{sentence}[/]")
 
 
 def catalogue(kind: str, metavar: str, extra: Sequence[str] = ()) -> dict[str, Any]:
@@ -98,9 +108,12 @@ Engine = Annotated[
 OnlyEngine = Annotated[
     str | None, typer.Option("--engine", **choice("engine", ("vllm", "llamacpp")), help="Consider only this engine.")
 ]
+PlannedEngine = Annotated[
+    str | None, typer.Option("--engine", **choice("engine", PLANNED_ENGINES), help="Consider only this engine.")
+]
 Engines = Annotated[
     list[str] | None,
-    typer.Option("--engine", **choice("engine", ("vllm", "llamacpp", "fake")), help="Only this engine; repeatable."),
+    typer.Option("--engine", **choice("engine", (*PLANNED_ENGINES, "fake")), help="Only this engine; repeatable."),
 ]
 Schemes = Annotated[
     list[str] | None,

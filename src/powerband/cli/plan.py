@@ -33,7 +33,7 @@ def plan(
     load: Annotated[
         float | None, typer.Option(metavar="PER_S", help="Requests per second to serve; default: what fits.")
     ] = None,
-    engine: options.OnlyEngine = None,
+    engine: options.PlannedEngine = None,
     scheme: options.Schemes = None,
     speculate: Annotated[
         str | None,
@@ -64,6 +64,7 @@ def plan(
     from powerband.plan import calibrate as calibration
     from powerband.reports import plan as report
 
+    options.print_never_run([engine], json=json)
     if calibrate:
         _calibrate(model, engine)
     for sentence in calibration.expired():

@@ -82,6 +82,7 @@ def tune(
         "price": price or (),
         "seed": seed,
     }
+    options.print_never_run(engine or (), json=json)
     if rehearse:
         if task or resume or launcher != "local":
             raise InputError(

@@ -67,8 +67,13 @@ class Device(Document):
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """Return the engines that run on it."""
+        """Return the engines that are offered on it."""
         return ("llamacpp",) if self.vendor == "apple" else ("vllm", "llamacpp")
+
+    @property
+    def engines_on_request(self) -> tuple[str, ...]:
+        """Return the engines that may run on it, but have never been run: they are offered only by name."""
+        return ("sglang",) if self.vendor in ("nvidia", "amd") else ()
 
 
 class Machines(Value):

@@ -43,6 +43,7 @@ class Engine(ABC, Generic[C]):
     formats: ClassVar[frozenset[Format]] = frozenset({"safetensors", "gguf"})
     programs: ClassVar[tuple[str, ...]] = ()  # program names to look for on PATH
     default_version: ClassVar[str | None] = None  # installed by `engine install`; None: not installable
+    recorded: ClassVar[str | None] = None  # the version whose sources the adapter is written from, if nobody has run it
     attaches: ClassVar[bool] = False  # True: connects to a running server and starts nothing
     typical_start_s: ClassVar[float] = 3.0  # until it is ready, if no earlier start on the machine is known
     builtin: ClassVar[tuple[str, ...] | None] = None  # the argv of an engine that ships with Powerband
@@ -116,6 +117,19 @@ class Engine(ABC, Generic[C]):
             f"engine '{self.name}' cannot be installed: it has no program",
             hint="run 'powerband engine install vllm' or 'powerband engine install llamacpp'",
         )
+
+    def never_run(self) -> str:
+        """Return what a user must know of an adapter that nobody has run; empty for all others."""
+        if self.recorded is None:
+            return ""
+        return f"the adapter of {self.name} is written from the sources of {self.recorded}; it was never run on a GPU"
+
+    def install_hint(self, version: str | None = None) -> str:
+        """Return how a user gets the engine, as the end of a sentence."""
+        if self.default_version is None:
+            where = f"give its program with --engine-path or POWERBAND_{self.name.upper()}"
+            return f"install {self.name} by its own guide, or {where}"
+        return f"run 'powerband engine install {self.name}" + (f" --version {version}'" if version else "'")
 
     def program(self, path: str) -> tuple[str, ...]:
         """Return the argv that starts the server, for a program found on PATH or given by the user."""
@@ -209,17 +223,20 @@ def common_problems(
                 rule="engine-too-old",
                 sentence=f"{engine.name} {installation.version} is older than {table.minimum_version}, "
                 "the oldest supported version",
-                hint=f"run 'powerband engine install {engine.name}'",
+                hint=engine.install_hint(),
             )
         )
+    if never_run := engine.never_run():
+        hint = "check its answers and its metrics before you rely on them"
+        found.append(Problem(rule="never-run", sentence=never_run, hint=hint, severity="warn"))
     if installation.flags is not None:
-        found += _unknown_flags(deployment, installation.flags, installation)
+        found += _unknown_flags(engine, deployment, installation)
     names = names_for_rules(engine, deployment, model=model, host=host)
     return found + rules.problems(table.conflicts, names)
 
 
-def _unknown_flags(deployment: Deployment[Any], known: frozenset[str], installation: Installation) -> list[Problem]:
-    problems = []
+def _unknown_flags(engine: Engine[Any], deployment: Deployment[Any], installation: Installation) -> list[Problem]:
+    problems, known = [], installation.flags or frozenset()
     knob_flags = knobs.flags(type(deployment.config))
     for argument in knobs.arguments(deployment.config):
         flag = argument.partition("=")[0]
@@ -229,7 +246,7 @@ def _unknown_flags(deployment: Deployment[Any], known: frozenset[str], installat
             sentence = (
                 f"{installation.engine} {installation.version} has no flag {flag}: this version is too old or too new"
             )
-            hint = f"omit that knob, or run 'powerband engine install {installation.engine}'"
+            hint = f"omit that knob, or {engine.install_hint()}"
         else:
             sentence = f"unknown flag {flag} in extra_args.{did_you_mean(flag, known)}"
             hint = f"see '{' '.join(installation.program)} --help'"

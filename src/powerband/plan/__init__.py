@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from powerband import catalog, quantizers
+from powerband import catalog, engines, quantizers
 from powerband._callable import make_callable
 from powerband.core import statistics
 from powerband.core.coefficients import Coefficients
@@ -279,10 +279,16 @@ def _candidate(one: FittingOption, predicted: predict.Prediction, requests: Requ
         price_source=option.offer.price_source,
         price_estimated=option.offer.price_estimated,
         documented=option.documented,
-        support=tuple(_support(what, fact) for what, fact in zip(("weights", "KV cache"), option.support, strict=True)),
+        support=_supports(option),
         quality=one.quality,
         deployment=option.deployment(),
     )
+
+
+def _supports(option: Option) -> tuple[str, ...]:
+    """Return what is documented of the weights and the KV format, and whether anybody has run the engine."""
+    documented = (_support(what, fact) for what, fact in zip(("weights", "KV cache"), option.support, strict=True))
+    return tuple(filter(None, (*documented, engines.get(option.engine).never_run())))
 
 
 def _support(what: str, fact: Fact | None) -> str:

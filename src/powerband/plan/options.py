@@ -126,7 +126,8 @@ def options(
 ) -> Iterator[Option | Rejection]:
     """Yield every option that fits, and a rejection for every scheme that does not."""
     assert model.shape is not None
-    for engine in offer.device.engines:
+    on_request = [one for one in offer.device.engines_on_request if one == wanted_engine]
+    for engine in (*offer.device.engines, *on_request):
         if wanted_engine not in (None, engine):
             continue
         tried_groups: set[str] = set()

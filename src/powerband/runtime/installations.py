@@ -52,8 +52,7 @@ def find(name: str, *, version: str | None = None, path: str | None = None) -> I
         return matching[0]
     wanted = f"{name} {version}" if version else name
     other = f" (installed: {', '.join(sorted({one.version for one in found}))})" if found else ""
-    command = f"powerband engine install {name}" + (f" --version {version}" if version else "")
-    raise EngineMissing(f"{wanted} is not installed{other}", hint=f"run '{command}'")
+    raise EngineMissing(f"{wanted} is not installed{other}", hint=engine.install_hint(version))
 
 
 def discover(name: str) -> Iterator[Installation]:
