@@ -15,6 +15,7 @@ import psutil
 
 from powerband.core.engine import Gauges
 from powerband.runtime import devices
+from powerband.runtime.listeners import listening
 from powerband.runtime.replica import Replica
 
 INTERVAL_S = 1.0
@@ -123,7 +124,7 @@ class _OwnCpu:
         self.limit = CpuLimit(len(self._cores), min(devices.cpu_quota() or math.inf, len(self._cores)))
         for parts in map(urlsplit, urls):
             if parts.hostname in ("127.0.0.1", "localhost", "::1"):
-                self._roots += _listening(parts.port or 80)
+                self._roots += listening(parts.port or 80)
 
     def read(self) -> CpuTimes:
         busy = stolen = 0.0
@@ -140,13 +141,3 @@ class _OwnCpu:
                         used = process.cpu_times()
                         self._last[process.pid] = used.user + used.system
         return CpuTimes(busy, stolen, sum(self._last.values()), devices.cgroup_cpu_s())
-
-
-def _listening(port: int) -> list[psutil.Process]:
-    """Return the local processes that listen on a port, as far as permissions allow."""
-    found = []
-    with contextlib.suppress(psutil.Error):
-        for one in psutil.net_connections("tcp"):
-            if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port and one.pid:
-                found.append(psutil.Process(one.pid))
-    return found

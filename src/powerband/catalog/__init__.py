@@ -22,6 +22,7 @@ _FOLDERS = {
     "task": "tasks",
     "support": "support",
     "evidence": "evidence",
+    "finding": "findings",
 }
 CLASSES = ("chat", "code", "maths", "prose")  # of text samples
 EVALUATION_SAMPLES = 40  # of each class; the other samples are for calibration

@@ -14,6 +14,7 @@ from powerband.cli import (
     adopt,
     bench,
     check,
+    diagnose,
     diff,
     doctor,
     engine,
@@ -108,6 +109,12 @@ for _name, _function, _examples in (
     ("key", serve.key, "powerband key team-a"),
     ("rollout", rollout.rollout, "powerband rollout new/recipe.yaml --fleet FLEET_DIR --canary-weight 0.05"),
     ("export", export.export, "powerband export study/recipe.yaml --to kubernetes --output manifests"),
+    (
+        "diagnose",
+        diagnose.diagnose,
+        "powerband diagnose http://127.0.0.1:8000\n"
+        "powerband diagnose http://gpu-1:8000 --on h100-sxm --log vllm.log --output diagnosis",
+    ),
     ("top", top.top, "powerband top FLEET_DIR"),
     ("observe", observe.observe, "powerband observe FLEET_DIR\npowerband observe FLEET_DIR --auto --interval 10min"),
     ("capture", observe.capture, "powerband capture FLEET_DIR --output workloads --name march"),

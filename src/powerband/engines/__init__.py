@@ -13,7 +13,7 @@ from powerband.core.document import HEADER
 from powerband.engines.base import Engine
 from powerband.errors import InputError, did_you_mean
 
-_NOT_ENGINES = frozenset({"base", "knobs", "rules"})
+_NOT_ENGINES = frozenset({"base", "knobs", "live", "rules"})
 
 
 @cache

@@ -118,6 +118,7 @@ _BINARY: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
     ast.Mod: operator.mod,
     ast.FloorDiv: operator.floordiv,
     ast.Eq: operator.eq,
@@ -131,10 +132,20 @@ _BINARY: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
 
 def holds(expression: str, names: Mapping[str, Any]) -> bool:
     """Evaluate a rule's expression; False if it depends on an unknown value."""
+    return bool(value(expression, names))
+
+
+def value(expression: str, names: Mapping[str, Any]) -> Any:
+    """Return the value of a rule's expression; None if it depends on an unknown value."""
     try:
-        return bool(_evaluate(ast.parse(expression, mode="eval").body, names))
-    except _Unknown:
-        return False
+        return _evaluate(ast.parse(expression, mode="eval").body, names)
+    except (_Unknown, ZeroDivisionError):
+        return None
+
+
+def names_in(expression: str) -> frozenset[str]:
+    """Return the names that an expression depends on."""
+    return frozenset(node.id for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name))
 
 
 def _evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:

@@ -16,6 +16,7 @@ D = TypeVar("D", bound=Document)
 _CLASSES = {
     "coefficients": ("coefficients", "Coefficients"),
     "device": ("device", "Device"),
+    "diagnosis": ("diagnosis", "Diagnosis"),
     "evaluation": ("evaluation", "Evaluation"),
     "evidence": ("evidence", "Evidence"),
     "inventory": ("device", "Inventory"),
