@@ -76,19 +76,17 @@ def interpreters() -> Iterator[tuple[str, str]]:
     homes = [Path(one) for one in os.environ["PATH"].split(":")]
     homes += sorted((Path.home() / ".pyenv" / "versions").glob("*/bin"))
     homes += sorted((Path.home() / ".local" / "share" / "uv" / "python").glob("*/bin"))
-    found = {os.path.realpath(sys.executable)}
-    yield _version(sys.executable), sys.executable
-    for home in homes:
-        for minor in range(11, 20):
-            path = shutil.which(f"python3.{minor}", path=str(home))
-            if path is None or (version := _version(path)) == "" or os.path.realpath(path) in found:
-                continue
-            found.add(os.path.realpath(path))
-            yield version, path
+    programs = [shutil.which(f"python3.{minor}", path=str(home)) for home in homes for minor in range(11, 20)]
+    found = set()
+    for program in [sys.executable, *(one for one in programs if one)]:
+        identity = _identity(program)
+        if identity and identity not in found:
+            found.add(identity)
+            yield identity.split()[0], program
 
 
-def _version(path: str) -> str:
-    """Return the version of an interpreter that can create environments; else an empty text."""
-    code = "import ensurepip, venv, platform; print(platform.python_version())"
-    done = subprocess.run([path, "-c", code], capture_output=True, text=True, env=clean(Path("/nonexistent")))
+def _identity(program: str) -> str:
+    """Return version and home of an interpreter that can create environments; else an empty text."""
+    code = "import ensurepip, os, platform, sys, venv; print(platform.python_version(), os.path.realpath(sys.base_prefix))"
+    done = subprocess.run([program, "-c", code], capture_output=True, text=True, env=clean(Path("/nonexistent")))
     return done.stdout.strip() if done.returncode == 0 else ""
