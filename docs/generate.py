@@ -97,12 +97,14 @@ def engine_page(name: str) -> str:
     """One engine: its knobs, the conflicts that are rejected, the failures that are recognised."""
     engine, table = engines.get(name), rules.facts(name)
     schema = engine.config_type.model_json_schema()
+    never_run = engine.never_run()
     lines = [
         NOTE,
         f"# {name}",
         "",
         (type(engine).__doc__ or "").strip(),
         "",
+        *([f"**{never_run[0].upper()}{never_run[1:]}.**", ""] if never_run else []),
         "## Knobs",
         "",
         "| knob | area | flag | type |",

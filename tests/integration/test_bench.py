@@ -9,10 +9,13 @@ import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import powerband as pb
 from powerband.core.measurement import Measurement
+from powerband.errors import InvalidMeasurement
 from powerband.store import documents, records
 from support import faults
 from support.golden import golden
@@ -224,3 +227,12 @@ def test_invalid_options_are_rejected(options: list[str], message: str) -> None:
     )
     assert done.returncode == 2
     assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_invalid_measurement_is_raised_unless_forced(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"workload": "classify", "rate": 40.0, "requests": 20, "slo": "interactive"}
+    with pytest.raises(InvalidMeasurement, match="needs at least"):
+        pb.bench(**arguments, output=tmp_path)
+    forced = pb.bench(**arguments, output=tmp_path, force=True)
+    assert not forced.valid and forced.to_records()[0]["latencies.ttft.percentiles.p50"] > 0
+    assert (tmp_path / "report.html").exists() and "<iframe" in forced._repr_html_()

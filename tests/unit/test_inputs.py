@@ -1,14 +1,13 @@
 """Arguments of the command line and of Python: names, files, documents, prices, and the stages as functions."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import powerband as pb
 from powerband import inputs
-from powerband.errors import InputError, InvalidMeasurement
+from powerband.errors import InputError
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://127.0.0.1:1/", "http://127.0.0.1:1/v1"])
@@ -60,12 +59,3 @@ def test_documents_are_records_and_html() -> None:
     assert rows[0]["goodput_per_s"] == found.candidates[0].goodput_per_s.value > rows[0]["goodput_per_s.low"]
     assert "<iframe" in found._repr_html_() and "Qwen" in found._repr_html_()
     assert "<pre>" in pb.SLO.model_validate({"ttft": {"p95": "1s"}})._repr_html_()
-
-
-def test_an_invalid_measurement_is_raised_unless_forced(tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {"workload": "classify", "rate": 40.0, "requests": 20, "slo": "interactive"}
-    with pytest.raises(InvalidMeasurement, match="needs at least"):
-        pb.bench(**arguments, output=tmp_path)
-    forced = pb.bench(**arguments, output=tmp_path, force=True)
-    assert not forced.valid and forced.to_records()[0]["latencies.ttft.percentiles.p50"] > 0
-    assert (tmp_path / "report.html").exists() and "<iframe" in forced._repr_html_()

@@ -47,15 +47,16 @@ def _difference(
 ) -> Difference:
     p, rng = float(name[1:]) / 100, random.Random(f"{metric} {name}")
     early, late = (_draws(side, p, rng, alpha) for side in (first, second))
-    ratios = sorted(b / max(a, _TICK_S) for a, b in zip(early, late, strict=True))
-    gaps = sorted(b - a for a, b in zip(early, late, strict=True))
+    ratios = sorted([b / (a if a > _TICK_S else _TICK_S) for a, b in zip(early, late, strict=True)])
     low, high = statistics.quantile(ratios, alpha / 2), statistics.quantile(ratios, 1 - alpha / 2)
     values = first.percentiles[name].value, second.percentiles[name].value
     verdict: DifferenceVerdict = "same"
-    if low > 1 + MARGIN and statistics.quantile(gaps, alpha / 2) > RESOLUTION_S:
-        verdict = "slower"
-    elif high < 1 - MARGIN and statistics.quantile(gaps, 1 - alpha / 2) < -RESOLUTION_S:
-        verdict = "faster"
+    if low > 1 + MARGIN or high < 1 - MARGIN:
+        gaps = sorted([b - a for a, b in zip(early, late, strict=True)])
+        if low > 1 + MARGIN and statistics.quantile(gaps, alpha / 2) > RESOLUTION_S:
+            verdict = "slower"
+        elif high < 1 - MARGIN and statistics.quantile(gaps, 1 - alpha / 2) < -RESOLUTION_S:
+            verdict = "faster"
     ratio = Interval(values[1] / max(values[0], _TICK_S), low, high)
     return Difference(level.load, metric, name, *values, ratio, verdict)
 

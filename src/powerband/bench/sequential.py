@@ -9,6 +9,7 @@ a wider bound, and every answer counts as half an observation. The proof `quick-
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 ERROR = 0.1  # probability that a decision differs from the verdict of the whole window, at most
 MARGIN = 1.25  # factor between an SLO bound and the bound that a decision uses
@@ -17,6 +18,7 @@ _CERTAINTY = 0.97  # of one look; there is a look after every answer
 _DESIGN_EFFECT = 2.0
 
 
+@lru_cache(maxsize=4096)  # there is a look after every answer, and at every tick of the progress
 def probability_met(late: int, answers: int, requests: int, share: float) -> float:
     """Return the probability that at most a `share` of all requests is late, given the late answers so far."""
     allowed, rest = math.floor(share * requests + 1e-9) - late, requests - answers

@@ -208,5 +208,5 @@ def with_weight_bytes(model: Model) -> Model:
 
 def installation(engine: str) -> Installation:
     """Return what an installation of the engine's default version would be."""
-    version = engines.get(engine).default_version or ""
+    version = engines.get(engine).default_version or engines.get(engine).recorded or ""
     return Installation(engine=engine, version=version, origin="given", program=(engine,))
