@@ -79,6 +79,7 @@ class Readings:
     settings: dict[str, Any] = field(default_factory=dict)
     logged: dict[str, Any] = field(default_factory=dict)
     local: LocalProcess | None = None
+    machine: dict[str, Any] = field(default_factory=dict)  # facts of a recorded server's machine
     read: list[str] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
 
