@@ -49,8 +49,9 @@ def test_a_rule_is_complete(name: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_a_rule_names_only_what_exists(name: str) -> None:
     rule = ALL[name]
-    for engine, when in rule.when.items():
-        names = set(expressions.names_in(when))
+    for engine in rule.when:
+        conditions = rule.conditions(engine)
+        names = set[str]().union(*map(expressions.names_in, conditions))
         change = rule.change[engine]
         assert set(change.set) | set(change.remove) <= live.setting_names(engine), name
         for value in change.set.values():
@@ -60,7 +61,8 @@ def test_a_rule_names_only_what_exists(name: str) -> None:
             names |= {field for _, field, _, _ in string.Formatter().parse(text) if field}
         shared = set().union(*(known(one) for one in rule.when))
         assert names <= (known(engine) | shared), (engine, names - known(engine))
-        expressions.holds(when, {})  # raises where the expression is not supported
+        for when in conditions:
+            expressions.holds(when, {})  # raises where the expression is not supported
 
 
 @pytest.mark.parametrize("engine", live.known())

@@ -112,8 +112,7 @@ for _name, _function, _examples in (
     (
         "diagnose",
         diagnose.diagnose,
-        "powerband diagnose http://127.0.0.1:8000\n"
-        "powerband diagnose http://gpu-1:8000 --on h100-sxm --log vllm.log --output diagnosis",
+        "powerband diagnose http://127.0.0.1:8000\npowerband diagnose http://gpu-1:8000 --on h100-sxm --log vllm.log",
     ),
     ("top", top.top, "powerband top FLEET_DIR"),
     ("observe", observe.observe, "powerband observe FLEET_DIR\npowerband observe FLEET_DIR --auto --interval 10min"),

@@ -79,6 +79,7 @@ class Readings:
     settings: dict[str, Any] = field(default_factory=dict)
     logged: dict[str, Any] = field(default_factory=dict)
     local: LocalProcess | None = None
+    machine: dict[str, Any] = field(default_factory=dict)  # facts of a recorded server's machine
     read: list[str] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
 
@@ -160,7 +161,7 @@ def _read_process(target: Target, found: Readings) -> None:
         found.argv, environment = found.local.argv, found.local.environment
         found.read.append(f"process {found.local.pid}: command line, threads, limits, memory")
     elif parts.hostname in _LOOPBACK:
-        found.unseen.append("the process: not visible to this user; run as its user, or give --pid")
+        found.unseen.append("the process: not visible to this user, or behind a proxy; run as its user, or give --pid")
     else:
         found.unseen.append("the process: on another machine; run this there, or give --command and --log")
     if target.command:
@@ -299,8 +300,5 @@ async def _reading(client: httpx.AsyncClient, found: Readings, gpus: gpu_state.S
 
 
 def _note_what_is_missing(found: Readings) -> None:
-    if found.engine == "llamacpp" and "/metrics" in found.read:
-        found.read.append("note: each reading of /metrics resets llama-server's gauges prompt_tokens_seconds "
-                          "and predicted_tokens_seconds")  # fmt: skip
     if not found.argv:
         found.unseen.append("the command line: settings come from the log and the metrics only; give --command")

@@ -27,6 +27,8 @@ def names(observation: Observation, model: Model | None, found: StepModel | None
     known["is_nvfp4"] = _mentions(one, "nvfp4") or one.settings.get("quantization") in ("modelopt_fp4", "nvfp4")
     if model is not None:
         known |= {"model_experts": model.experts or 0, "model_layers": model.layers}
+    known["layers_on_gpu"] = one.logged.get("offloaded_layers", one.settings.get("n_gpu_layers"))
+    known["layers_of_model"] = one.logged.get("model_layers_total", known.get("model_layers"))
     return known
 
 

@@ -117,7 +117,7 @@ class LocalProcess:
 
 
 def find(*, pid: int | None, port: int) -> LocalProcess | None:
-    """Return the server's process by its id, or the one that listens on the port; None: not visible."""
+    """Return the server's process by its id, or the engine that listens on the port; None: not visible."""
     if pid is not None:
         try:
             return _process(psutil.Process(pid))
@@ -127,7 +127,9 @@ def find(*, pid: int | None, port: int) -> LocalProcess | None:
             ) from None
     for one in listening(port):
         with contextlib.suppress(psutil.Error):
-            return _process(one)
+            found = _process(one)
+            if live.engine_of(argv=found.argv):  # else a proxy listens there
+                return found
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,8 +72,8 @@ def _gpus(found: Readings, local: LocalProcess, host: Host) -> dict[str, Any]:
     """Return the GPUs that the server's processes use, and what limited their clocks while they were busy."""
     pids = local.pids()
     own = {gpu.index for one in found.readings for gpu in one.gpus if gpu.pids and gpu.pids & pids}
-    if not own and len(host.gpus) == 1 and found.readings[-1].gpus:
-        own = {0}
+    if not any(gpu.pids is not None for one in found.readings for gpu in one.gpus):
+        own = _configured_gpus(found, host)  # the driver does not list processes: in a container, or an old one
     if not own:
         return {}
     used = next((gpu for gpu in host.gpus if gpu.index in own), None)
@@ -87,6 +88,13 @@ def _gpus(found: Readings, local: LocalProcess, host: Host) -> dict[str, Any]:
         "throttle_power_share": _share([gpu.power_limited for gpu in busy]),
         "throttle_thermal_share": _share([gpu.thermal_limited for gpu in busy]),
     }
+
+
+def _configured_gpus(found: Readings, host: Host) -> set[int]:
+    """Return the GPUs that the server's settings occupy."""
+    sizes = [found.settings.get(f"{kind}_parallel_size") or 1 for kind in ("tensor", "pipeline", "data")]
+    count = math.prod(sizes) if found.engine == "vllm" else len(host.gpus)
+    return {gpu.index for gpu in host.gpus[:count]} if found.readings[-1].gpus else set()
 
 
 def _share(flags: list[bool | None]) -> float | None:

@@ -31,7 +31,7 @@ def observe(found: Readings, slo: SLO | None) -> Observation:
         **_batch(window, found),
         **_latency(window, slo),
         **_speculation(window),
-        **machine.facts(found),
+        **(found.machine or machine.facts(found)),
     }
     facts |= _from_log_gauges(found, facts)
     facts |= _shares(facts)

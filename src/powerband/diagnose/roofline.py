@@ -27,7 +27,7 @@ QUEUE_BOUND, PREFILL_BOUND = 0.3, 0.5
 _IDLE_RUNNING = 0.05
 _USABLE_MEMORY = 0.85  # of a GPU, beside activations and the CUDA context
 _BUSY_THREAD = 0.9
-_MAX_MISFIT = 8.0  # factor between model and observation beyond which the model is not used
+_MAX_MISFIT = 20.0  # factor between model and observation beyond which the model is not used
 
 
 @dataclass(frozen=True)

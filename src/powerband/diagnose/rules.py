@@ -47,7 +47,9 @@ class Rule(Value):
     rule: str
     title: str
     severity: Severity
-    when: dict[str, str] = Field(min_length=1, description="expression by engine, over the observation's names")
+    when: dict[str, str | tuple[str, ...]] = Field(
+        min_length=1, description="expression by engine, over the names of `derived`; of several, one must hold"
+    )
     versions: str = Field(default="", description="engine versions that it is about; empty: all")
     why: str
     evidence: str = Field(description="a template over the observation's names")
@@ -56,6 +58,11 @@ class Rule(Value):
     risk: str
     docs: dict[str, str] = Field(description="by engine")
     source: str
+
+    def conditions(self, engine: str) -> tuple[str, ...]:
+        """Return the expressions for an engine; one of them must hold."""
+        when = self.when.get(engine, ())
+        return (when,) if isinstance(when, str) else when
 
 
 @cache
@@ -82,8 +89,7 @@ def _rank(one: Finding) -> tuple[int, float, str]:
 
 
 def _holds(rule: Rule, observation: Observation, known: Mapping[str, Any]) -> bool:
-    when = rule.when.get(observation.engine)
-    if when is None or not expressions.holds(when, known):
+    if not any(expressions.holds(when, known) for when in rule.conditions(observation.engine)):
         return False
     return not rule.versions or _in_versions(rule.versions, observation.engine_version)
 

@@ -137,7 +137,7 @@ def read_page(engine: str, text: str) -> Page:
             totals.setdefault(stem, {})[key] = totals.setdefault(stem, {}).get(key, 0.0) + value
             continue
         info.setdefault(name, {}).update(labels)
-        keys = [name, *(f"{name}{{{label}={text}}}" for label, text in labels.items())]
+        keys = [name, *(f'{name}{{{label}="{text}"}}' for label, text in labels.items())]
         for key in keys:
             found = totals.setdefault("", {})
             found[key] = found.get(key, 0.0) + value

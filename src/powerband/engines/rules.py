@@ -136,10 +136,10 @@ def holds(expression: str, names: Mapping[str, Any]) -> bool:
 
 
 def value(expression: str, names: Mapping[str, Any]) -> Any:
-    """Return the value of a rule's expression; None if it depends on an unknown value."""
+    """Return the value of an expression; None if it depends on an unknown value or compares text with a number."""
     try:
         return _evaluate(ast.parse(expression, mode="eval").body, names)
-    except (_Unknown, ZeroDivisionError):
+    except (_Unknown, ZeroDivisionError, TypeError):
         return None
 
 

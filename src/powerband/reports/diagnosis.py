@@ -18,6 +18,7 @@ from powerband.reports.html import page, table
 _STYLES: dict[Severity, str] = {"problem": "bold red", "warning": "yellow", "note": "dim"}
 _CSS: dict[Severity, str] = {"problem": "bad", "warning": "unsure", "note": "quiet"}
 _WIDTH = 78
+_HARMLESS = "Only GET requests were sent; nothing was changed. No prompts or answers were read."
 Row = tuple[str, str]
 
 
@@ -46,7 +47,7 @@ def console(found: Diagnosis) -> Iterator[RenderableType]:
         yield Text(broken(found.prove_command), no_wrap=True, overflow="ignore")
         yield ""
     yield _grid([("read", "; ".join(found.read) or "nothing"), *(("not seen", text) for text in found.unseen)])
-    yield Text("Only GET requests were sent. No prompts or answers were read.", "dim")
+    yield Text(_HARMLESS, "dim")
 
 
 def broken(command: str, width: int = _WIDTH) -> str:
