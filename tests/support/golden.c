@@ -2,11 +2,11 @@
  * an absolute schedule. What it really did, by its own clock, is written as JSON when it is told to end (SIGTERM).
  *
  * golden PORT TRUTH [ttft_us=50000] [itl_us=20000] [tokens=0] [spread_us=0] [seed=1] [freeze_at_ms=0]
- *        [freeze_for_ms=0] [drop_percent=0] [per_event=1] [lie_tokens=0] [drift_us_per_s=0]
+ *        [freeze_for_ms=0] [drop_percent=0] [per_event=1] [lie_tokens=0] [drift_us_per_s=0] [loopback=1]
  * tokens=0: as many as max_tokens says. spread_us: an exponential part of the first token's delay, with that mean.
  * freeze: so long after the first request, nothing moves for so long. drop_percent: answers broken off halfway.
  * per_event: tokens in one event, as under speculation. lie_tokens: added to the usage that is told. drift_us_per_s:
- * what the first token takes longer for every second since the first request.
+ * what the first token takes longer for every second since the first request. loopback=N: listen on 127.0.0.0 + N.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -37,11 +37,11 @@ typedef struct { int64_t due; Peer *peer; } Slot;
 
 static int64_t ttft_us = 50000, itl_us = 20000, tokens = 0, spread_us = 0, seed = 1, freeze_at_ms = 0,
     freeze_for_ms = 0, drop_percent = 0, per_event = 1, lie_tokens = 0,
-    drift_us_per_s = 0;
+    drift_us_per_s = 0, loopback = 1;
 static struct { const char *name; int64_t *value; } options[] = {
     {"ttft_us", &ttft_us}, {"itl_us", &itl_us}, {"tokens", &tokens}, {"spread_us", &spread_us}, {"seed", &seed},
     {"freeze_at_ms", &freeze_at_ms}, {"freeze_for_ms", &freeze_for_ms}, {"drop_percent", &drop_percent},
-    {"per_event", &per_event}, {"lie_tokens", &lie_tokens}, {"drift_us_per_s", &drift_us_per_s}};
+    {"per_event", &per_event}, {"lie_tokens", &lie_tokens}, {"drift_us_per_s", &drift_us_per_s}, {"loopback", &loopback}};
 static volatile sig_atomic_t ending;
 static Slot *heap;
 static size_t heap_size, heap_room, truth_size, truth_room, gap_size, gap_room;
@@ -192,6 +192,23 @@ static void begin(Peer *peer, const char *head, const char *body, size_t size) {
     count(1);
     push(peer);
 }
+/* Joins the chunks of a body that begins at `head`; returns the bytes that it took, 0 if it is not complete. */
+static size_t join(Peer *peer, size_t head, size_t *body) {
+    for (int copy = 0; copy < 2; copy++) {
+        size_t at = head, to = head, size;
+        do {
+            char *line = memmem(peer->in + at, peer->size - at, "\r\n", 2);
+            if (!line) return 0;
+            size = strtoul(peer->in + at, NULL, 16);
+            at = line + 2 - peer->in;
+            if (peer->size < at + size + 2) return 0;
+            if (copy) memmove(peer->in + to, peer->in + at, size);
+            to += size, at += size + 2;
+        } while (size);
+        if (copy) { *body = to - head; return at - head; }
+    }
+    return 0;
+}
 static void hear(Peer *peer) {
     peer->in = grow(peer->in, &peer->room, peer->size + 65536, 1);
     ssize_t n = recv(peer->fd, peer->in + peer->size, 65535, 0);
@@ -204,11 +221,12 @@ static void hear(Peer *peer) {
         if (!end) return;
         *end = 0;
         char *length = strcasestr(peer->in, "content-length:");
-        size_t body = length ? strtoul(length + 15, NULL, 10) : 0, head = end + 4 - peer->in;
-        if (peer->size < head + body) { *end = '\r'; return; }
+        size_t body = length ? strtoul(length + 15, NULL, 10) : 0, head = end + 4 - peer->in, taken = body;
+        int chunked = strcasestr(peer->in, "transfer-encoding: chunked") != NULL;
+        if (chunked ? !(taken = join(peer, head, &body)) : peer->size < head + body) { *end = '\r'; return; }
         begin(peer, peer->in, peer->in + head, body);
-        memmove(peer->in, peer->in + head + body, peer->size - head - body);
-        peer->size -= head + body;
+        memmove(peer->in, peer->in + head + taken, peer->size - head - taken);
+        peer->size -= head + taken;
     }
 }
 static void tell(const char *path) {
@@ -246,7 +264,7 @@ int main(int argc, char **argv) {
     signal(SIGPIPE, SIG_IGN);
     int one = 1, listener = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
     setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
-    struct sockaddr_in address = {.sin_family = AF_INET, .sin_port = htons(atoi(argv[1])), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_port = htons(atoi(argv[1])), .sin_addr.s_addr = htonl(0x7f000000 + (uint32_t)loopback)};
     if (bind(listener, (struct sockaddr *)&address, sizeof address) || listen(listener, 4096)) { perror("golden"); return 1; }
     epoll_fd = epoll_create1(0);
     int timer = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK);

@@ -37,11 +37,16 @@ class Golden:
     port: int
     process: subprocess.Popen[bytes]
     truth_path: Path
+    host: str = "127.0.0.1"
     truth: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.address}"
 
     def requests(self) -> list[tuple[int, int, int, int]]:
         """Return (read, first token, end, tokens) of each complete answer; times in ns of the monotonic clock."""
@@ -69,17 +74,18 @@ def golden(port: int | None = None, **options: int) -> Iterator[Golden]:
         truth = Path(folder) / "truth.json"
         settings = [f"{name}={value}" for name, value in options.items()]
         process = subprocess.Popen([str(binary()), str(port), str(truth), *settings])
-        server = Golden(port, process, truth)
+        number = 0x7F000000 + options.get("loopback", 1)
+        server = Golden(port, process, truth, socket.inet_ntoa(number.to_bytes(4, "big")))
         try:
-            wait_for(port)
+            wait_for(port, server.host)
             yield server
         finally:
             server.end()
 
 
-def wait_for(port: int) -> None:
+def wait_for(port: int, host: str = "127.0.0.1") -> None:
     for _ in range(500):
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1):
             return
         time.sleep(0.01)
-    raise RuntimeError(f"nothing listens on {port}")
+    raise RuntimeError(f"nothing listens on {host}:{port}")

@@ -20,8 +20,7 @@ from powerband.serve import control_channel
 from powerband.serve.control import local_replica, supervisor
 from powerband.serve.control.replica_slot import ReplicaSlot
 from powerband.serve.control.supervisor import Supervisor
-from powerband.serve.router import picker
-from powerband.serve.router.admission import Admission, hash_key
+from powerband.serve.router.admission import Admission, hash_key, load_tenants
 from powerband.serve.router.capture import TrafficCapture, next_id, rotated
 from powerband.serve.router.pool import Endpoint, QueuedRequest, RequestProfile
 from powerband.serve.router.requests import RequestRejected
@@ -144,18 +143,18 @@ def test_an_invalid_tenants_file_closes_at_start_and_is_reported_at_reload(
     file, admission = tmp_path / "tenants.yaml", Admission(None)
     file.write_text("powerband: tenants/1\ntenants:\n  a: {key_sha: 1}\n")
     admission.close()
-    picker._load_tenants(admission, file)
+    load_tenants(admission, file)
     with pytest.raises(RequestRejected, match="unknown API key"):
         admission.authenticate("Bearer pb-a")
     file.write_text(TENANTS.format(name="a", digest=hash_key("pb-a")))
-    picker._load_tenants(admission, file)
+    load_tenants(admission, file)
     assert admission.authenticate("Bearer pb-a") == "a" and not admission.problem
     for bad in ("powerband: tenants/1\ntenants: {", ""):
         file.write_text(bad)
-        picker._load_tenants(admission, file)
+        load_tenants(admission, file)
         assert admission.authenticate("Bearer pb-a") == "a" and str(file) in admission.problem
     file.unlink()
-    picker._load_tenants(admission, file)
+    load_tenants(admission, file)
     assert admission.authenticate("Bearer pb-a") == "a"
     assert "tenants file not loaded" in capsys.readouterr().err
     scheduler, telemetry = RequestScheduler({"m": model_spec()}), Telemetry()

@@ -14,7 +14,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Plan": ("doctor", "selftest", "adopt", "list", "engine", "plan"),
     "Measure": ("run", "bench", "quantize", "evaluate", "diff", "import"),
     "Tune": ("tune", "verify"),
-    "Serve": ("serve", "key", "rollout", "export"),
+    "Serve": ("serve", "picker", "key", "rollout", "export"),
     "Operate": ("diagnose", "top", "observe", "capture"),
     "Documents": ("check", "show", "schema"),
 }

@@ -23,6 +23,7 @@ from powerband.cli import (
     import_,
     list_,
     observe,
+    picker,
     plan,
     quantize,
     rollout,
@@ -105,6 +106,12 @@ for _name, _function, _examples in (
         "serve",
         serve.serve,
         "powerband serve study/recipe.yaml --replicas 2 --port 8080\npowerband serve fleet.yaml --tenants tenants.yaml",
+    ),
+    (
+        "picker",
+        picker.picker,
+        "powerband picker --recipe recipe.yaml --pool llama-8b-pool --lease llama-8b-picker\n"
+        "powerband picker --recipe recipe.yaml --dns engines:8000",
     ),
     ("key", serve.key, "powerband key team-a"),
     ("rollout", rollout.rollout, "powerband rollout new/recipe.yaml --fleet FLEET_DIR --canary-weight 0.05"),

@@ -173,6 +173,24 @@ def resolve(
     return {model.name: model}, ""
 
 
+def model_of_recipe(recipe: Recipe, path: Path) -> ModelSpec:
+    """Return what a picker needs to know of a recipe whose replicas others start."""
+    deployment, measured = engines.deployment_of(recipe.deployment), _measured_fields(recipe)
+    if measured["in_flight"] is None:
+        raise InputError(
+            f"{path} does not say how many requests a replica has in flight",
+            hint="set 'in_flight' below its 'promise', or tune again",
+        )
+    return ModelSpec(
+        name=deployment.served_name,
+        data=_alone(deployment).to_data(),
+        recipe=recipe.name or path.stem,
+        path=str(path.resolve()),
+        replicas=0,
+        **measured,
+    )
+
+
 def placed(models: dict[str, ModelSpec]) -> dict[str, ModelSpec]:
     """Return the models with the cores of this machine divided among their replicas; raise if they do not fit.
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from powerband.core.fleet import Tenant, Tenants
+from powerband.errors import PowerbandError
 from powerband.serve.router.requests import RequestRejected
+from powerband.store import documents
 
 ANONYMOUS = "anybody"  # the tenant of every request if the fleet has no tenants file
 _PREFIX = "pb-"
@@ -116,3 +120,14 @@ class Admission:
             raise
         usage.running += 1
         return usage
+
+
+def load_tenants(admission: Admission, path: Path) -> None:
+    """Replace the tenants; an invalid file changes nothing, and is reported until it is valid."""
+    try:
+        admission.load(documents.read_as(Tenants, path))
+        admission.problem = ""
+    except (PowerbandError, OSError) as error:
+        message = error.message if isinstance(error, PowerbandError) else str(error)
+        admission.problem = f"{path}: {message.splitlines()[0]}"
+        print(f"error: tenants file not loaded: {admission.problem}", file=sys.stderr, flush=True)

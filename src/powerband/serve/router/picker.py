@@ -13,7 +13,6 @@ import contextlib
 import fcntl
 import gc
 import json
-import math
 import secrets
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -21,28 +20,21 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from envoy.config.core.v3 import base_pb2
 from envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2 as wire
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc
-from envoy.type.v3 import http_status_pb2
 
 from powerband import __version__
-from powerband.core.fleet import Tenants
-from powerband.errors import PowerbandError
 from powerband.serve import control_channel, envoy, openapi
-from powerband.serve.router import requests, tracing
-from powerband.serve.router.admission import Admission
+from powerband.serve.router import ext_proc, tracing
+from powerband.serve.router.admission import load_tenants
 from powerband.serve.router.requests import RequestRejected
 from powerband.serve.router.retries import DIED, UNAVAILABLE, FailedAttempts
 from powerband.serve.router.scheduler import RequestContext, RequestOutcome, RequestScheduler, RoutingDecision
 from powerband.serve.router.telemetry import Telemetry
 from powerband.serve.router.tracing import Tracer
 from powerband.serve.spec import FleetSpec, ModelSpec
-from powerband.store import documents
 
-_OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
-_NO_BODY = ":no-body"  # no header of a client has this name
 _OBJECTS_PER_COLLECTION = 20_000
 _EXPIRE_INTERVAL_S, _SUMMARY_INTERVAL_S = 0.02, 0.25
 _INFORMED_WITHIN_S = 1.0
@@ -61,7 +53,7 @@ class Picker(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grpc
         try:
             if (message := await context.read()) is grpc.aio.EOF:
                 return
-            headers, earlier = _headers(message.request_headers), None
+            headers, earlier = ext_proc.headers_of(message.request_headers), None
             path = headers.get(":path", "").partition("?")[0]
             if redirected := path in (DIED, UNAVAILABLE):
                 earlier = self._failed_attempts(path, headers)
@@ -74,7 +66,7 @@ class Picker(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grpc
                 return
             else:
                 tenant = self.scheduler.admission.authenticate(headers.get("authorization", ""))
-                _expect_post(path, headers)
+                ext_proc.expect_completion(path, headers)
             await context.write(_accept_headers(request_id, path=path if redirected else ""))
             if (message := await context.read()) is grpc.aio.EOF:
                 return  # the client is gone
@@ -86,7 +78,7 @@ class Picker(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grpc
             delivered = True
         except RequestRejected as error:
             self.telemetry.count_rejection(error)
-            await context.write(_respond(error.status, error.body, retry_after_s=error.retry_after_s))
+            await context.write(ext_proc.reject(error))
         finally:
             if not delivered:  # Envoy closed the stream before it read the decision
                 self.scheduler.finish(request_id, RequestOutcome(status=0))
@@ -101,18 +93,18 @@ class Picker(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grpc
         """Respond to the paths that the picker serves itself; None for all others."""
         if path == "/health":
             if not self.scheduler.healthy():
-                return _respond(503, b"not every model has a ready replica", content_type="text/plain")
-            return _respond(200, b'{"status": "ok"}')
+                return ext_proc.respond(503, b"not every model has a ready replica", content_type="text/plain")
+            return ext_proc.respond(200, b'{"status": "ok"}')
         if path == "/metrics":
             self.scheduler.admission.allow_metrics(headers.get("authorization", ""))
-            return _respond(200, self.telemetry.exposition(self.scheduler), content_type="text/plain; version=0.0.4")
+            return ext_proc.respond(
+                200, self.telemetry.exposition(self.scheduler), content_type="text/plain; version=0.0.4"
+            )
         if path == "/openapi.json":
-            return _respond(200, json.dumps(openapi.document(version=__version__)).encode())
+            return ext_proc.respond(200, json.dumps(openapi.document(version=__version__)).encode())
         if path == "/v1/models":
             tenant = self.scheduler.admission.authenticate(headers.get("authorization", ""))
-            names = self.scheduler.model_names(tenant)
-            data = [{"id": name, "object": "model", "owned_by": "powerband"} for name in names]
-            return _respond(200, json.dumps({"object": "list", "data": data}).encode())
+            return ext_proc.models(self.scheduler.model_names(tenant))
         return None
 
     async def StreamAccessLogs(self, stream: AsyncIterator[Any], context: Any) -> Any:  # noqa: N802
@@ -130,27 +122,6 @@ class Picker(external_processor_pb2_grpc.ExternalProcessorServicer, als_pb2_grpc
         return als_pb2.StreamAccessLogsResponse()
 
 
-def _headers(message: Any) -> dict[str, str]:
-    """Return the headers of a request; without a body it has `end_of_stream`."""
-    found = {one.key: one.raw_value.decode("latin-1") or one.value for one in message.headers.headers}
-    return found | {_NO_BODY: "true"} if message.end_of_stream else found
-
-
-def _expect_post(path: str, headers: Mapping[str, str]) -> None:
-    if path not in requests.PATHS:
-        raise RequestRejected(404, f"there is no path {path}", code="path_not_found")
-    if headers.get(":method") != "POST":
-        raise RequestRejected(405, f"{path} accepts only POST", code="method_not_allowed")
-    if _NO_BODY in headers:
-        raise RequestRejected(400, "the request has no body", code="invalid_json")
-
-
-def _header(key: str, value: str) -> Any:
-    return base_pb2.HeaderValueOption(
-        header=base_pb2.HeaderValue(key=key, raw_value=value.encode()), append_action=_OVERWRITE
-    )
-
-
 def _accept_headers(request_id: str, *, path: str = "") -> Any:
     """Ask for the body. The request id is set now, so that the access log reports the end of every request.
 
@@ -158,9 +129,9 @@ def _accept_headers(request_id: str, *, path: str = "") -> Any:
     """
     response = wire.ProcessingResponse()
     added = response.request_headers.response.header_mutation.set_headers
-    added.append(_header(envoy.REQUEST_ID, request_id))
+    added.append(ext_proc.header(envoy.REQUEST_ID, request_id))
     if path:
-        added.append(_header(":path", path))
+        added.append(ext_proc.header(":path", path))
     return response
 
 
@@ -171,28 +142,13 @@ def _route_to(decision: RoutingDecision) -> Any:
         envoy.RECIPE: decision.recipe,
         envoy.REPLICA: decision.replica,
     }
-    headers = [_header(key, value) for key, value in values.items()]
+    headers = [ext_proc.header(key, value) for key, value in values.items()]
     removed = (envoy.ORIGINAL_PATH, "authorization")
     common = wire.CommonResponse(header_mutation=wire.HeaderMutation(set_headers=headers, remove_headers=removed))
     if decision.body is not None:
         common.body_mutation.body = decision.body
-        common.header_mutation.set_headers.append(_header("content-length", str(len(decision.body))))
+        common.header_mutation.set_headers.append(ext_proc.header("content-length", str(len(decision.body))))
     return wire.ProcessingResponse(request_body=wire.BodyResponse(response=common))
-
-
-def _respond(
-    status: int, body: bytes, *, content_type: str = "application/json", retry_after_s: float | None = None
-) -> Any:
-    headers = [_header("content-type", content_type)]
-    if retry_after_s is not None:
-        headers.append(_header("retry-after", str(max(1, math.ceil(retry_after_s)))))
-    return wire.ProcessingResponse(
-        immediate_response=wire.ImmediateResponse(
-            status=http_status_pb2.HttpStatus(code=status),
-            headers=wire.HeaderMutation(set_headers=headers),
-            body=body,
-        )
-    )
 
 
 def _outcome(entry: Any) -> RequestOutcome:
@@ -247,21 +203,10 @@ async def _serve_control(
             if "replicas" in update:
                 telemetry.replica_status = update
             if "tenants" in update:
-                _load_tenants(scheduler.admission, Path(update["tenants"]))
+                load_tenants(scheduler.admission, Path(update["tenants"]))
     finally:
         sender.cancel()
         writer.close()
-
-
-def _load_tenants(admission: Admission, path: Path) -> None:
-    """Replace the tenants; an invalid file changes nothing, and is reported until it is valid."""
-    try:
-        admission.load(documents.read_as(Tenants, path))
-        admission.problem = ""
-    except (PowerbandError, OSError) as error:
-        message = error.message if isinstance(error, PowerbandError) else str(error)
-        admission.problem = f"{path}: {message.splitlines()[0]}"
-        print(f"error: tenants file not loaded: {admission.problem}", file=sys.stderr, flush=True)
 
 
 async def _main(folder: Path) -> None:
@@ -283,7 +228,7 @@ async def _serve(folder: Path) -> None:
     scheduler = RequestScheduler(spec.models, on_end=on_end, capture=spec.capture, capture_text=spec.capture_text)
     if spec.tenants:
         scheduler.admission.close()
-        _load_tenants(scheduler.admission, Path(spec.tenants))
+        load_tenants(scheduler.admission, Path(spec.tenants))
     for name in ("picker.sock", "control.sock"):
         (folder / name).unlink(missing_ok=True)
     informed = asyncio.Event()

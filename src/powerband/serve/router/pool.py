@@ -10,7 +10,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from powerband.core.fleet import Routing
@@ -38,6 +38,7 @@ class RequestProfile:
     queue_timeout_s: float = math.inf
     adapter: str = ""
     turns: int = 1
+    subset: frozenset[str] | None = None  # addresses that the gateway allows; None: all
 
     @property
     def work_estimate(self) -> float:
@@ -71,6 +72,7 @@ class Endpoint:
     canary: bool = False
     removed: bool = False  # from the pool
     running: int = 0
+    others: int = 0  # requests that the engine has from elsewhere, by its own gauges
     in_flight_s: float = 0.0  # integral of `running` over time
     dispatched: int = 0
     adapters: set[str] = field(default_factory=set)
@@ -79,6 +81,11 @@ class Endpoint:
     _work: float = 0.0  # outstanding at _work_as_of_s
     _work_as_of_s: float = 0.0
     _running_since_s: float = 0.0
+
+    @property
+    def free_slots(self) -> int:
+        """Return how many more requests may be sent to the replica."""
+        return self.max_in_flight - self.running - self.others
 
     def is_able(self, now_s: float) -> bool:
         """Return whether the replica can take a request, once it has a free slot."""
@@ -101,6 +108,9 @@ class Endpoint:
         self._work_as_of_s = now_s
 
 
+_Queue = list[tuple[int, int, QueuedRequest]]  # a heap of priority, number, request
+
+
 class EndpointPool:
     """The replicas of one model and the queue of requests for them."""
 
@@ -113,6 +123,7 @@ class EndpointPool:
     ) -> None:
         self.routing = routing
         self.endpoints: dict[str, Endpoint] = {}
+        self._by_address: dict[str, Endpoint] = {}
         self._sampled: list[Endpoint] = []  # the same, to draw from
         self.has_canaries = False
         self._random = random.Random(0)
@@ -122,7 +133,7 @@ class EndpointPool:
         self._running_by_priority: Counter[int] = Counter()
         self.arrived = self._dispatched = self._dispatched_to_canaries = 0
         self.canary_weight = 0.0  # share of the requests that canaries receive
-        self._queue: list[tuple[int, int, QueuedRequest]] = []
+        self._queues: dict[frozenset[str] | None, _Queue] = {None: []}  # by the addresses that its requests may have
         self._exclusive: list[QueuedRequest] = []  # they may have ended an engine: each gets a replica of its own
         self._queued_work: dict[int, float] = {}  # by priority
         self._deadlines: list[tuple[float, int, QueuedRequest]] = []
@@ -131,12 +142,13 @@ class EndpointPool:
     @property
     def depth(self) -> int:
         """Return the number of queued requests."""
-        return sum(1 for _, _, one in self._queue if not one.done) + sum(1 for one in self._exclusive if not one.done)
+        queued = [one for queue in self._queues.values() for _, _, one in queue]
+        return sum(not one.done for one in (*queued, *self._exclusive))
 
     @property
     def waiting(self) -> bool:
         """Return whether a request may be queued."""
-        return bool(self._queue or self._exclusive)
+        return bool(self._exclusive) or any(self._queues.values())
 
     @property
     def running(self) -> int:
@@ -145,14 +157,13 @@ class EndpointPool:
 
     def predicted_wait_s(self, priority: int, now_s: float) -> float:
         """Return the predicted queueing time of a new request; infinite if no replica is ready."""
-        if not self._queue and any(
-            one.running < one.max_in_flight and one.ready and not one.canary for one in self._compared()
-        ):
+        queue_is_empty = not any(self._queues.values())
+        if queue_is_empty and any(one.free_slots > 0 and one.ready and not one.canary for one in self._compared()):
             return 0.0
         able = [one for one in self.endpoints.values() if one.ready and not one.canary]
         if not able:
             return math.inf
-        if not self._queue and any(one.running < one.max_in_flight for one in able):
+        if queue_is_empty and any(one.free_slots > 0 for one in able):
             return 0.0
         ahead = sum(work for rank, work in self._queued_work.items() if rank <= priority)
         return (ahead + 0.5 * self._typical_work) * self.seconds_per_unit / len(able)
@@ -164,7 +175,7 @@ class EndpointPool:
         if exclusive:
             self._exclusive.append(queued)
         else:
-            heapq.heappush(self._queue, (profile.priority, queued.number, queued))
+            heapq.heappush(self._queues.setdefault(profile.subset, []), (profile.priority, queued.number, queued))
         self._queued_work[profile.priority] = self._queued_work.get(profile.priority, 0.0) + profile.work_estimate
         if profile.queue_timeout_s < math.inf:
             heapq.heappush(self._deadlines, (now_s + profile.queue_timeout_s, queued.number, queued))
@@ -188,22 +199,49 @@ class EndpointPool:
         """Assign queued requests to replicas with free slots, highest priority first, and yield them."""
         if self._exclusive:
             yield from self._dispatch_exclusive(now_s)
-        while self._queue:
-            queued = self._queue[0][2]
-            if queued.done:
-                heapq.heappop(self._queue)
-                continue
+        blocked: set[frozenset[str] | None] = set()
+        while queue := self._next_queue(blocked):
+            queued = queue[0][2]
             holders = self.prefixes.holders(queued.profile.blocks)
-            able = self._candidates(self._compared(holders), now_s)
-            reserved = self._reserved_slots(queued.profile.priority)
-            if not able or _free_slots(able) <= reserved:
-                able = self._candidates(self.endpoints.values(), now_s)
-            if not able or _free_slots(able) <= reserved:
-                return
-            heapq.heappop(self._queue)
+            if not (able := self._able(queued.profile, holders, now_s)):
+                if (subset := queued.profile.subset) is None:
+                    return
+                blocked.add(subset)
+                continue
+            heapq.heappop(queue)
             self._queued_work[queued.profile.priority] -= queued.profile.work_estimate
             self._start(queued, self.choose(queued.profile, able, holders, now_s), now_s)
             yield queued
+
+    def _next_queue(self, blocked: Set[frozenset[str] | None]) -> _Queue | None:
+        """Return the queue whose first request is next, without the blocked ones; forget queues that are empty."""
+        found: _Queue | None = None
+        for subset, queue in list(self._queues.items()):
+            while queue and queue[0][2].done:
+                heapq.heappop(queue)
+            if not queue:
+                if subset is not None:
+                    del self._queues[subset]
+            elif subset not in blocked and (found is None or queue[0] < found[0]):
+                found = queue
+        return found
+
+    def _able(
+        self, profile: RequestProfile, holders: Sequence[Mapping[Endpoint, None]], now_s: float
+    ) -> list[Endpoint]:
+        """Return the endpoints that may take this request now; none if the free slots are kept for others."""
+        reserved = self._reserved_slots(profile.priority)
+        if profile.subset is not None:
+            able = self._candidates(self.subset(profile.subset), now_s)
+            return able if _free_slots(able) > reserved else []
+        able = self._candidates(self._compared(holders), now_s)
+        if _free_slots(able) <= reserved:
+            able = self._candidates(self.endpoints.values(), now_s)
+        return able if _free_slots(able) > reserved else []
+
+    def subset(self, addresses: Iterable[str]) -> list[Endpoint]:
+        """Return the endpoints with these addresses."""
+        return [one for address in addresses if (one := self._by_address.get(address))]
 
     def _dispatch_exclusive(self, now_s: float) -> Iterator[QueuedRequest]:
         """Reserve replicas for the requests that run alone, a quarter at most, and start them when they are idle."""
@@ -251,9 +289,7 @@ class EndpointPool:
 
         With a canary weight of 0, canaries receive nothing.
         """
-        free = [
-            one for one in compared if one.running < one.max_in_flight and one.is_able(now_s) and not one.reserved_for
-        ]
+        free = [one for one in compared if one.free_slots > 0 and one.is_able(now_s) and not one.reserved_for]
         if not self.has_canaries:
             return free
         canary_turn = self._dispatched_to_canaries < self.canary_weight * (self._dispatched + 1)
@@ -284,8 +320,9 @@ class EndpointPool:
         def others(compared: Iterable[Endpoint]) -> dict[str, Endpoint]:
             return {one.name: one for one in compared if one.ready and not one.canary and one is not queued.endpoint}
 
-        able = others(self._compared())
-        if len(able) < _FALLBACKS:
+        if (subset := queued.profile.subset) is not None:
+            able = others(self.subset(subset))
+        elif len(able := others(self._compared())) < _FALLBACKS:
             able = others(self.endpoints.values())
         return heapq.nsmallest(
             _FALLBACKS, able.values(), key=lambda one: one.remaining_work(now_s, self.seconds_per_unit)
@@ -324,10 +361,22 @@ class EndpointPool:
         if output_tokens is not None and own_s and work > 0:
             self.seconds_per_unit += _LEARNING_RATE * (own_s / work - self.seconds_per_unit)
 
+    def move(self, queued: QueuedRequest, served: Endpoint, now_s: float) -> None:
+        """Account for a dispatched request at another endpoint: the gateway's retry was answered there."""
+        chosen = queued.endpoint
+        if chosen is None or queued.done or chosen is served:
+            return
+        chosen.change_running(-1, now_s)
+        chosen.add_work(-queued.work_estimate, now_s, self.seconds_per_unit)
+        served.change_running(1, now_s)
+        served.add_work(queued.work_estimate, now_s, self.seconds_per_unit)
+        queued.endpoint, queued.started_s, queued.in_flight_s_at_start = served, now_s, served.in_flight_s
+        self.prefixes.learn(queued.profile.blocks, served)
+
     def add(self, endpoint: Endpoint) -> None:
         """Add a replica, or replace the one of the same name."""
         self.remove(endpoint.name)
-        self.endpoints[endpoint.name] = endpoint
+        self.endpoints[endpoint.name] = self._by_address[endpoint.address] = endpoint
         self._sampled.append(endpoint)
         self.has_canaries |= endpoint.canary
 
@@ -335,11 +384,13 @@ class EndpointPool:
         """Remove a replica; its running requests are not counted any more."""
         if one := self.endpoints.pop(name, None):
             one.removed = True
+            if self._by_address.get(one.address) is one:
+                del self._by_address[one.address]
             self._sampled.remove(one)
 
 
 def _free_slots(endpoints: Iterable[Endpoint]) -> int:
-    return sum(one.max_in_flight - one.running for one in endpoints)
+    return sum(one.free_slots for one in endpoints)
 
 
 def _tokens(blocks: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import json
 import math
 import time
@@ -91,6 +92,7 @@ class RequestScheduler:
     on_end: Callable[[RequestContext, RequestOutcome], None] = lambda *_: None
     capture: bool = False  # compute the fine prefix hashes that traffic capture records
     capture_text: bool = False  # keep the messages
+    waits_for_replicas: bool = True  # False: without a ready replica a request is rejected with 503 at once
     pools: dict[str, EndpointPool] = field(default_factory=dict)
     contexts: dict[str, RequestContext] = field(default_factory=dict)  # by request id
     rejections: dict[str, int] = field(default_factory=dict)  # by reason
@@ -99,14 +101,15 @@ class RequestScheduler:
     def __post_init__(self) -> None:
         self.admission = Admission(self.tenants)
         self.quarantine, self._failed = Quarantine(), FailedDispatches()
-        for name, model in self.models.items():
-            self.pools[name] = EndpointPool(model.typical_request, rate_per_s=model.rate_per_s, routing=model.routing)
         self._by_queued: dict[QueuedRequest, RequestContext] = {}
         self.update_models(self.models)
 
     def update_models(self, models: dict[str, ModelSpec]) -> None:
         """Replace the specs of the models, for example after a rollout; pools and queues are kept."""
         self.models = models
+        for name, one in models.items():
+            if name not in self.pools:
+                self.pools[name] = EndpointPool(one.typical_request, rate_per_s=one.rate_per_s, routing=one.routing)
         self._names = {alias: name for name, one in models.items() for alias in (name, *one.aliases, *one.adapters)}
 
     def update_endpoints(
@@ -137,10 +140,11 @@ class RequestScheduler:
         tenant: str,
         headers: Mapping[str, str],
         earlier: FailedAttempts | None = None,
+        subset: frozenset[str] | None = None,
     ) -> RoutingDecision:
         """Wait for a free slot and return the routing decision; raise RequestRejected if there is none in time.
 
-        `earlier` has the dispatches of this request that failed.
+        `earlier` has the dispatches of this request that failed, `subset` the addresses that its gateway allows.
         """
         request = requests.read(body)
         name = self._names.get(request.model)
@@ -154,7 +158,7 @@ class RequestScheduler:
         else:
             usage = self.admission.admit(tenant, request.model if request.model in model.adapters else name, now_s)
         try:
-            context = self._enqueue(request_id, request, model, tenant, usage, headers, now_s, earlier)
+            context = self._enqueue(request_id, request, model, tenant, usage, headers, now_s, earlier, subset)
         except RequestRejected:
             usage.running -= 1
             usage.rejected += 1
@@ -186,10 +190,12 @@ class RequestScheduler:
         headers: Mapping[str, str],
         now_s: float,
         earlier: FailedAttempts | None,
+        subset: frozenset[str] | None,
     ) -> RequestContext:
         """Queue a request for its model, or for the fallback, if the predicted wait is within its timeout.
 
-        A request for a model without ready replicas and without a fallback is queued too: a replica may become ready.
+        A request for a model without ready replicas and without a fallback is queued too, if the scheduler waits for
+        replicas: one may become ready.
         """
         priority = self._priority(tenant, headers)
         queue_timeout_s = _queue_timeout_s(headers, model.queue_timeout_s)
@@ -198,8 +204,11 @@ class RequestScheduler:
         waits_s = []
         for chosen in filter(None, (model, self.models.get(model.fallback))):
             pool = self.pools[chosen.name]
+            if subset is not None and not any(one.ready for one in pool.subset(subset)):
+                continue
             waits_s.append(wait_s := pool.predicted_wait_s(priority, now_s))
-            if wait_s <= queue_timeout_s or (math.isinf(wait_s) and chosen is model and not model.fallback):
+            may_wait = self.waits_for_replicas and chosen is model and not model.fallback
+            if wait_s <= queue_timeout_s or (math.isinf(wait_s) and may_wait):
                 expected_tokens = chosen.output_tokens
                 if request.max_tokens is not None:
                     expected_tokens = min(request.max_tokens, expected_tokens)
@@ -213,6 +222,7 @@ class RequestScheduler:
                     queue_timeout_s=queue_timeout_s,
                     adapter=request.model if request.model in chosen.adapters else "",
                     turns=request.turns,
+                    subset=subset,
                 )
                 context = RequestContext(
                     request_id,
@@ -231,7 +241,9 @@ class RequestScheduler:
                 self.contexts[request_id] = self._by_queued[context.queued] = context
                 self.overflows += context.overflowed
                 return context
-        wait_s = min(waits_s)
+        wait_s = min(waits_s, default=math.inf)
+        if math.isinf(wait_s) and not self.waits_for_replicas:
+            raise self._no_replica(subset)
         predicted = f"predicted wait {round(wait_s, 2):g} s" if math.isfinite(wait_s) else "no replica is ready"
         self._count_rejection("overload")
         raise _no_capacity(
@@ -239,6 +251,39 @@ class RequestScheduler:
             queue_timeout_s,
             retry_after_s=wait_s - queue_timeout_s if math.isfinite(wait_s) else _MIN_RETRY_AFTER_S,
         )
+
+    def _no_replica(self, subset: frozenset[str] | None) -> RequestRejected:
+        self._count_rejection("no_replica")
+        found = "no replica is ready" if subset is None else f"none of the {len(subset)} allowed replicas is ready"
+        return RequestRejected(503, found, code="no_replica", retry_after_s=_MIN_RETRY_AFTER_S)
+
+    def any_endpoint(self, subset: frozenset[str] | None) -> RoutingDecision:
+        """Return the least busy replica of any model, for a request that is neither queued nor accounted for."""
+        ready = [
+            one
+            for pool in self.pools.values()
+            for one in (pool.endpoints.values() if subset is None else pool.subset(subset))
+            if one.is_able(self.clock())
+        ]
+        if not ready:
+            raise self._no_replica(subset)
+        first, *others = heapq.nsmallest(3, ready, key=lambda one: one.running + one.others)
+        return RoutingDecision((first.address, *(one.address for one in others)), first.name, first.recipe, None)
+
+    def served_by(self, request_id: str, address: str) -> Endpoint | None:
+        """Account for a dispatched request at the fallback that answers it, and return it; None: as chosen.
+
+        The chosen one is kept out for a moment: the gateway tried it first, and in vain.
+        """
+        context = self.contexts.get(request_id)
+        if context is None or (chosen := context.queued.endpoint) is None or chosen.address == address:
+            return None
+        now_s = self.clock()
+        chosen.suspended_until_s = now_s + _SUSPENDED_S
+        for served in context.pool.subset((address,)):
+            context.pool.move(context.queued, served, now_s)
+            return served
+        return None
 
     def _priority(self, tenant: str, headers: Mapping[str, str]) -> int:
         """Return the tenant's priority, or the lower one that the request's header asks for."""

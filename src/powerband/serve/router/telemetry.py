@@ -24,6 +24,8 @@ _TPOT_BUCKETS = tuple(round(10 ** (step / _PER_DECADE), 6) for step in range(-3 
 _PROMPT_LENGTHS = (256, 1024, 4096, 16384)  # tokens; values of the label `prompt`
 _RECENT = 200  # TTFTs kept per recipe
 _ENGINE_METRICS = {  # engine gauge: metric name, whether it is a counter, help text
+    "running": ("powerband_engine_running", False, "requests that the engine computes"),
+    "queue_depth": ("powerband_engine_queue_depth", False, "requests in the engine's own queue"),
     "kv_use": ("powerband_kv_use", False, "fraction of the KV cache in use"),
     "prefix_queries_tokens": ("powerband_prefix_queries_tokens", True, "prompt tokens looked up in the prefix cache"),
     "prefix_hits_tokens": ("powerband_prefix_hits_tokens", True, "prompt tokens found in the prefix cache"),
@@ -167,7 +169,8 @@ class Telemetry:
             "powerband_replica_startup_seconds", "duration of the last start", labels=["model", "replica"]
         )
         for one in replicas:
-            starts.add_metric([one["model"], one["name"]], one["starts"])
+            if "starts" in one:  # only who starts the replicas counts them
+                starts.add_metric([one["model"], one["name"]], one["starts"])
             if one["start_s"] is not None:
                 startup.add_metric([one["model"], one["name"]], one["start_s"])
         yield from (starts, startup)
