@@ -52,10 +52,10 @@ class Clock:
 
 
 def _others() -> Iterator[tuple[int, float]]:
-    """Yield the CPU time of each process that these tests have not started; unreadable ones are somebody else's."""
+    """Yield the CPU time of each process that these tests have not started."""
     ours = {os.getpid(), *(one.pid for one in psutil.Process().children(recursive=True))}
     for one in psutil.process_iter():
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if one.pid not in ours and not _marked(one):
                 yield one.pid, sum(one.cpu_times()[:4])
 

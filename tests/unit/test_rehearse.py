@@ -80,7 +80,7 @@ def test_a_closed_loop_of_many_users_with_long_and_short_answers_stays_full() ->
 def test_a_rehearsal_says_what_a_study_on_other_devices_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehearse, "_PLAYS", 1)
     spec = TuneSpec(
-        "Qwen/Qwen3-8B", inputs.workload("chat"), inputs.slo("interactive"), engines=("vllm",), schemes=("bf16",),
+        "Qwen/Qwen3-8B", inputs.workload("summarize"), inputs.slo("interactive"), engines=("vllm",), schemes=("bf16",),
         budget_s=3600.0, max_trials=6, usd_per_h=2.0,
     )  # fmt: skip
     found = asyncio.run(asyncio.to_thread(rehearse.rehearse, spec, host=host_of(device("h100"), 2)))

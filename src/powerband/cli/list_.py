@@ -113,7 +113,7 @@ def _engines() -> Rows:
         yield {
             "name": name,
             "installed": installed or "no",
-            "tested version": engine.default_version or (f"never run (from {engine.recorded})" if engine.recorded else None),
+            "tested version": f"never run (from {engine.recorded})" if engine.recorded else engine.default_version,
             "description": (type(engine).__doc__ or "").strip().split("\n")[0],
         }
 
