@@ -1,3 +1,3 @@
 """What all tests share."""
 
-pytest_plugins = ["support.stolen"]
+pytest_plugins = ["support.stolen", "support.cluster_fixtures"]
