@@ -1,3 +1,3 @@
 """What all tests share."""
 
-pytest_plugins = ["support.quiet"]
+pytest_plugins = ["support.quiet", "support.cluster_fixtures"]

@@ -18,6 +18,7 @@ pytest.importorskip("grpc")
 from google.protobuf import struct_pb2
 
 from powerband.serve import envoy
+from powerband.serve.router import admission
 from support import gateways, pickers
 from support.golden import Golden, free_port, golden
 from support.pickers import NOT_SERVING, SERVING, PickerProcess
@@ -61,7 +62,8 @@ def setup(
         picker = stack.enter_context(
             pickers.picker("--endpoints", str(file), "--notice", "0.2s", *args, recipes=[recipe], ready=ready)
         )
-        url = stack.enter_context(gateways.gateway(folder, picker.address, known.values(), **options))
+        others = [f"127.0.1.{n}:{dead.rpartition(':')[2]}" for n in range(1, 201)]  # what the gateway takes without us
+        url = stack.enter_context(gateways.gateway(folder, picker.address, [*known.values(), *others], **options))
         http = stack.enter_context(httpx.Client(base_url=url, trust_env=False, timeout=30))
         yield Setup(http, picker, servers, dead)
 
@@ -227,3 +229,21 @@ def test_a_picker_that_ends_drains_its_queue(tmp_path: Path) -> None:
             thread.join()
         assert [found.status_code for found in queued] == [200] * 4
         assert one.picker.process.wait(timeout=10) == 0
+
+
+def test_tenants_and_recipes_are_read_again(tmp_path: Path) -> None:
+    key, digest = admission.new_key()
+    tenants = tmp_path / "tenants.yaml"
+    tenants.write_text(f"powerband: tenants/1\ntenants:\n  a: {{key_sha256: {digest}}}\n")
+    with setup(tmp_path, "--tenants", str(tenants)) as one, contextlib.ExitStack() as stack:
+        own = {"authorization": f"Bearer {key}"}
+        assert one.ask().status_code == 401 and one.http.get("/v1/models").status_code == 401
+        assert one.ask(**own).status_code == 200 and one.http.get("/v1/models", headers=own).status_code == 200
+        body = {**CHAT, "stream": True, "max_tokens": 4000}
+        for _ in range(2):
+            assert stack.enter_context(one.http.stream("POST", PATH, json=body, headers=own)).status_code == 200
+        assert one.ask(**own).status_code == 200
+        pickers.write_recipe(tmp_path, in_flight=1)
+        tenants.write_text("not a document")  # an invalid file changes nothing
+        time.sleep(1.5)
+        assert one.ask(**own).status_code == 429, "both replicas have the one request that the new recipe allows"

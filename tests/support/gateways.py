@@ -122,7 +122,7 @@ def _connection_manager() -> dict[str, Any]:
                                     "cluster": "pool",
                                     "timeout": "0s",
                                     "retry_policy": {
-                                        "retry_on": "connect-failure,refused-stream,reset-before-request",
+                                        "retry_on": "connect-failure,refused-stream,reset",
                                         "num_retries": 3,
                                         "retry_back_off": {"base_interval": "0.005s", "max_interval": "0.01s"},
                                     },

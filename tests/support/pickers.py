@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -17,10 +18,13 @@ import httpx
 import yaml
 from google.protobuf.wrappers_pb2 import StringValue, UInt32Value
 
+from powerband.core.recipe import Recipe
+from powerband.store import documents
 from support.golden import free_port, wait_for
 from support.recipes import recipe
 
 SERVING, NOT_SERVING = 1, 2
+PROGRAM = "POWERBAND_TEST_PICKER"  # runs another program than this checkout's `powerband`
 
 
 @dataclass
@@ -73,7 +77,8 @@ class PickerProcess:
 def picker(*args: str, recipes: list[Path], ready: bool = True) -> Iterator[PickerProcess]:
     """Run a picker on free ports of 127.0.0.1, until it is ready."""
     ports = [free_port() for _ in range(3)]
-    argv = [sys.executable, "-m", "powerband", "picker", "--host", "127.0.0.1", *args]
+    program = os.environ.get(PROGRAM, "").split() or [sys.executable, "-m", "powerband"]
+    argv = [*program, "picker", "--host", "127.0.0.1", *args]
     for path in recipes:
         argv += ["--recipe", str(path)]
     for option, port in zip(("--port", "--health-port", "--metrics-port"), ports, strict=True):
@@ -87,6 +92,11 @@ def picker(*args: str, recipes: list[Path], ready: bool = True) -> Iterator[Pick
     finally:
         process.process.kill()
         process.process.wait()
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Return a written recipe."""
+    return documents.read_as(Recipe, path)
 
 
 def write_recipe(folder: Path, name: str = "golden", *, in_flight: int = 8, **promise: Any) -> Path:

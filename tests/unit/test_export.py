@@ -30,9 +30,17 @@ def test_every_target_writes_files_and_containers_start_with_the_measured_option
     assert service["image"] == pod["image"] == "ghcr.io/ggml-org/llama.cpp:server-b9603"
     assert service["volumes"] == ["/data/variants/SmolLM2.gguf:/models/SmolLM2.gguf:ro"]
     assert [one["kind"] for one in manifests] == [
-        "Deployment", "Service", "PodDisruptionBudget", "HorizontalPodAutoscaler", "InferencePool",
+        "Deployment", "Service", "PodDisruptionBudget", "HorizontalPodAutoscaler", "InferencePool", "HTTPRoute",
+        "NetworkPolicy", "PersistentVolumeClaim", "ConfigMap", "ServiceAccount", "Role", "RoleBinding", "Deployment",
+        "Service", "NetworkPolicy", "ServiceMonitor", "ServiceMonitor",
     ]  # fmt: skip
-    assert manifests[3]["spec"]["metrics"][0]["pods"]["target"]["averageValue"] == "6"
+    scaler = manifests[3]["spec"]
+    assert scaler["metrics"][0]["external"]["metric"]["name"] == "powerband_replicas_wanted"
+    limits = ["--min-replicas", str(scaler["minReplicas"]), "--max-replicas", str(scaler["maxReplicas"])]
+    assert manifests[12]["spec"]["template"]["spec"]["containers"][0]["args"][-4:] == limits
+    (name, text), *_ = manifests[8]["data"].items()
+    label = manifests[0]["spec"]["template"]["metadata"]["labels"]["powerband.dev/recipe"]
+    assert name == f"{label}.yaml" and yaml.safe_load(text)["promise"]["in_flight"] == 6
     assert "powerband serve" in found["systemd"]["powerband-smollm2.service"]
     assert found["command"]["serve.sh"].rstrip().endswith(own.command)
 

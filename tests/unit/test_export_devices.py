@@ -42,7 +42,7 @@ def test_a_pod_gets_the_gpus_of_its_vendor_and_shared_memory(devices: dict[str, 
     mounts = {one["mountPath"]: one["name"] for one in engine["volumeMounts"]}
     volumes = {one["name"]: one for one in spec["volumes"]}
     assert volumes[mounts["/dev/shm"]]["emptyDir"] == {"medium": "Memory", "sizeLimit": "16Gi"}
-    assert "hostPath" in volumes[mounts["/models/SmolLM2.gguf"]]
+    assert "persistentVolumeClaim" in volumes[mounts["/models"]]
 
 
 def test_a_compose_service_reserves_nvidia_gpus() -> None:

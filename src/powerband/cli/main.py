@@ -110,7 +110,7 @@ for _name, _function, _examples in (
     (
         "picker",
         picker.picker,
-        "powerband picker --recipe recipe.yaml --pool llama-8b-pool --lease llama-8b-picker\n"
+        "powerband picker --recipe recipe.yaml --pool llama-8b --lease picker\n"
         "powerband picker --recipe recipe.yaml --dns engines:8000",
     ),
     ("key", serve.key, "powerband key team-a"),

@@ -88,7 +88,7 @@ def picker(
     ] = False,
     json: options.Json = False,
 ) -> None:
-    """Choose endpoints for a gateway: an endpoint picker (ext_proc) for Kubernetes, Compose, ...
+    """Choose endpoints for a gateway on Kubernetes, Compose, ... (ext_proc).
 
     Endpoints come from one of --pool, --selector, --dns and --endpoints.
     """
@@ -97,8 +97,13 @@ def picker(
     from pathlib import Path
 
     from powerband import inputs
+    from powerband.errors import EngineMissing
     from powerband.serve.discovery.lease import Lease
-    from powerband.serve.router.standalone import PickerSpec, run
+
+    try:
+        from powerband.serve.router.standalone import PickerSpec, run
+    except ModuleNotFoundError as error:
+        raise EngineMissing(f"{error.name} is not installed", hint="run: pip install 'powerband[serve]'") from None
 
     in_cluster = pool or selector or lease
     credentials = _credentials(kubeconfig) if in_cluster else None

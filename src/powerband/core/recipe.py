@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
@@ -15,6 +16,15 @@ from powerband.core.study import Settings
 from powerband.core.workload import Workload
 
 ALERT_RATIO = 0.8  # a counter share below this fraction of its validated value raises an alert
+
+RECIPE_LABEL = "powerband.dev/recipe"
+_NOT_IN_LABELS = re.compile(r"[^A-Za-z0-9._-]+")
+_MAX_LABEL_CHARS = 63
+
+
+def label_value(name: str) -> str:
+    """Return a name as the value of a Kubernetes label."""
+    return _NOT_IN_LABELS.sub("-", name)[:_MAX_LABEL_CHARS].strip("-._")
 
 
 class Range(Value):
@@ -106,6 +116,11 @@ class Recipe(Document):
         indices = placement.get("gpus") if isinstance(placement, dict) else None
         gpus = data.get("gpus", len(indices) if isinstance(indices, list | tuple) else 0)
         return {"device_vendor": "nvidia", **data, "gpus": gpus} if gpus else data
+
+    @property
+    def label(self) -> str:
+        """Return the name as a Kubernetes label value; pods with it are known to serve this recipe."""
+        return label_value(self.name or "")
 
     @property
     def engine_build(self) -> str | None:

@@ -1,7 +1,7 @@
 """The stage `export`: a recipe as Compose, Kubernetes, Ray Serve, systemd, Grafana or Prometheus files.
 
-Each module is one target, with a function `files` that returns the files by name. `container`, `images` and `recording`
-are parts that several targets use.
+Each module is one target, with a function `files` that returns the files by name. `_PARTS` are what
+they are made of.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from powerband.core.recipe import Recipe
 from powerband.errors import InputError, did_you_mean
 
 _ONE_ENGINE = ("command", "compose", "kubernetes", "ray-serve")
-_PARTS = ("container", "images", "recording")
+_PARTS = ("container", "images", "kubernetes_objects", "kubernetes_picker", "recording")
 TARGETS = tuple(
     sorted(found.name.replace("_", "-") for found in pkgutil.iter_modules(__path__) if found.name not in _PARTS)
 )

@@ -26,7 +26,7 @@ _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _TIMEOUT_S = 5.0
 _WATCH_S = (240, 300)  # how long the server keeps a watch open: varied, so that clients do not return together
 _PAGE = 500
-_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 1.0
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 0.3
 _TOKEN_REREAD_S = 30.0  # the kubelet replaces the token of a service account about every hour
 _GONE = 410
 _KEEPALIVE = [  # a server that vanished without closing its connections is noticed after 20 s
@@ -86,7 +86,7 @@ class Credentials:
                 verify=not cluster.get("insecure-skip-tls-verify", False),
                 client_cert=cert,
             )
-        except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError) as error:
             raise InputError(
                 f"{path} cannot be used as a kubeconfig: {type(error).__name__} {error}",
                 hint="it needs a current context with a token, a tokenFile or a client-certificate file",
@@ -94,7 +94,7 @@ class Credentials:
 
 
 def _named(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    return next(one for one in rows if one["name"] == name)
+    return {one["name"]: one for one in rows}[name]
 
 
 class ApiServer:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from powerband.core.recipe import RECIPE_LABEL
 from powerband.serve.discovery import Discovered, OnChange
 from powerband.serve.discovery.api_server import ApiServer, Credentials, Watched
 
-RECIPE_LABEL = "powerband.dev/recipe"
 _POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
 _PODS = "/api/v1/namespaces/{}/pods"
 
@@ -32,18 +32,15 @@ class PoolPods:
             if not self.pool:
                 await self._follow_pods(api, self.selector, self.ports, on_change)
                 return
-            changed = asyncio.Event()
-            pools = Watched(api, _POOLS.format(self.namespace), changed.set, fieldSelector=f"metadata.name={self.pool}")
-            following = asyncio.create_task(pools.run())
-            try:
-                await self._follow_pool(api, pools, changed, on_change)
-            finally:
-                following.cancel()
+            await self._follow_pool(api, on_change)
 
-    async def _follow_pool(self, api: ApiServer, pools: Watched, changed: asyncio.Event, on_change: OnChange) -> None:
+    async def _follow_pool(self, api: ApiServer, on_change: OnChange) -> None:
+        changed = asyncio.Event()
+        pools = Watched(api, _POOLS.format(self.namespace), changed.set, fieldSelector=f"metadata.name={self.pool}")
         pods: asyncio.Task[None] | None = None
         current: tuple[str, tuple[int, ...]] | None = None
-        try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(pools.run())
             while True:
                 await changed.wait()
                 changed.clear()
@@ -58,17 +55,14 @@ class PoolPods:
                 if wanted is None:
                     on_change([])  # the pool was deleted
                 else:
-                    pods = asyncio.create_task(self._follow_pods(api, *wanted, on_change))
-        finally:
-            if pods:
-                pods.cancel()
+                    pods = group.create_task(self._follow_pods(api, *wanted, on_change))
 
     async def _follow_pods(self, api: ApiServer, selector: str, ports: tuple[int, ...], on_change: OnChange) -> None:
         changed = asyncio.Event()
         pods = Watched(api, _PODS.format(self.namespace), changed.set, labelSelector=selector)
-        following = asyncio.create_task(pods.run())
         last: list[Discovered] | None = None
-        try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(pods.run())
             while True:
                 await changed.wait()
                 await asyncio.sleep(0)  # events that arrived together are one change
@@ -77,8 +71,6 @@ class PoolPods:
                 if pods.relists and found != last:
                     last = found
                     on_change(found)
-        finally:
-            following.cancel()
 
 
 def pool_target(pool: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:

@@ -74,20 +74,17 @@ class Lease:
     async def run(self, may_lead: Callable[[], bool]) -> None:
         """Take part in the election until released; `may_lead` tells whether this picker could serve."""
         changed = asyncio.Event()
-        async with ApiServer(self.credentials) as api:
+        async with ApiServer(self.credentials) as api, asyncio.TaskGroup() as group:
             self._api = api
-            others = Watched(
-                api, _LEASES.format(self.namespace), changed.set, fieldSelector=f"metadata.name={self.name}"
-            )
-            watching = asyncio.create_task(others.run())
-            try:
-                while not self._released:
-                    changed.clear()
-                    wait_s = await (self._renew() if self._leads else self._follow(others, may_lead()))
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(changed.wait(), wait_s)
-            finally:
-                watching.cancel()
+            path = _LEASES.format(self.namespace)
+            others = Watched(api, path, changed.set, fieldSelector=f"metadata.name={self.name}")
+            watching = group.create_task(others.run())
+            while not self._released:
+                changed.clear()
+                wait_s = await (self._renew() if self._leads else self._follow(others, may_lead()))
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), wait_s)
+            watching.cancel()
 
     async def _renew(self) -> float:
         """Renew the Lease if it is time; return the seconds until the next step at the latest."""

@@ -55,7 +55,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):  # 
             body, has_body, trailers = await _read_body(context, message)
             decision = await self._decide(request_id, headers, body, _subset_of(message))
             body = body if decision.body is None else decision.body
-            await context.write(_route_to(decision))
+            await context.write(_route_to(decision, hides_key=self.scheduler.admission.tenants is not None))
             if has_body:
                 for chunk in _body_chunks(body, last=not trailers):
                     await context.write(chunk)
@@ -203,13 +203,18 @@ def _subset_of(message: Any) -> frozenset[str] | None:
     return frozenset(one.strip() for text in named for one in text.split(",") if one.strip())
 
 
-def _route_to(decision: RoutingDecision) -> Any:
-    """Name the endpoints in a header and in the metadata: gateways read one of them."""
+def _route_to(decision: RoutingDecision, *, hides_key: bool) -> Any:
+    """Name the endpoints in a header and in the metadata: gateways read one of them.
+
+    `hides_key`: the API key is one of ours, which no engine needs to see.
+    """
     destination = ",".join(decision.addresses)
     response = wire.ProcessingResponse(request_headers=wire.HeadersResponse())
     response.request_headers.response.clear_route_cache = True
     mutation = response.request_headers.response.header_mutation
     mutation.set_headers.append(ext_proc.header(envoy.DESTINATION, destination))
+    if hides_key:
+        mutation.remove_headers.append("authorization")
     lb = struct_pb2.Struct(fields={envoy.DESTINATION: struct_pb2.Value(string_value=destination)})
     response.dynamic_metadata.fields[NAMESPACE].struct_value.CopyFrom(lb)
     return response

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from powerband.core.recipe import Recipe
+from powerband.core.recipe import Recipe, label_value
 from powerband.errors import InputError, PowerbandError
 from powerband.serve.control.autoscaler import Autoscaler, FleetSnapshot
 from powerband.serve.discovery import Discovered
@@ -18,9 +17,6 @@ from powerband.serve.discovery.scrape import Scraper
 from powerband.serve.router.scheduler import RequestScheduler
 from powerband.serve.spec import ModelSpec, model_of_recipe
 from powerband.store import documents
-
-_NOT_IN_LABELS = re.compile(r"[^A-Za-z0-9._-]+")
-_MAX_LABEL_CHARS = 63
 
 
 @dataclass(frozen=True)
@@ -31,9 +27,9 @@ class KnownRecipes:
 
     @classmethod
     def read(cls, paths: Sequence[Path]) -> KnownRecipes:
-        """Read recipe files, in the order given."""
+        """Read recipe files, and all *.yaml files of folders, in the order given."""
         found: dict[str, ModelSpec] = {}
-        for path in paths:
+        for path in recipe_files(paths):
             model = model_of_recipe(documents.read_as(Recipe, path), path)
             if found.setdefault(name := label_value(model.recipe), model) is not model:
                 raise InputError(
@@ -52,9 +48,12 @@ class KnownRecipes:
         return self.by_name.get(endpoint.recipe) if endpoint.recipe else next(iter(self.by_name.values()))
 
 
-def label_value(name: str) -> str:
-    """Return a recipe's name as the value of a Kubernetes label."""
-    return _NOT_IN_LABELS.sub("-", name)[:_MAX_LABEL_CHARS].strip("-._")
+def recipe_files(paths: Sequence[Path]) -> list[Path]:
+    """Return the files that the paths name; a folder has those of a mounted ConfigMap."""
+    found = [file for path in paths for file in (sorted(path.glob("*.yaml")) if path.is_dir() else [path])]
+    if not found:
+        raise InputError(f"there is no recipe in {', '.join(map(str, paths))}", hint="a recipe's file ends in .yaml")
+    return found
 
 
 class EndpointTable:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,14 +14,15 @@ import grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc
 
 from powerband.core.fleet import Tenants
+from powerband.errors import InputError
 from powerband.serve.discovery import Source
 from powerband.serve.discovery.lease import Lease
 from powerband.serve.router import tracing
 from powerband.serve.router.admission import load_tenants
 from powerband.serve.router.endpoint_protocol import EndpointPicker
-from powerband.serve.router.endpoint_table import EndpointTable, KnownRecipes
+from powerband.serve.router.endpoint_table import EndpointTable, KnownRecipes, recipe_files
 from powerband.serve.router.grpc_health import HealthService
-from powerband.serve.router.metrics_page import serve_metrics
+from powerband.serve.router.pages import serve_pages
 from powerband.serve.router.scheduler import RequestContext, RequestOutcome, RequestScheduler
 from powerband.serve.router.telemetry import Telemetry
 from powerband.serve.router.tracing import Tracer
@@ -88,7 +89,7 @@ async def run(spec: PickerSpec, *, report: Callable[[str], None]) -> None:
 
     async with (
         _grpc_server(spec.host, spec.health_port, HealthService(serves)),
-        serve_metrics(spec.host, spec.metrics_port, lambda: telemetry.exposition(scheduler)),
+        serve_pages(spec.host, spec.metrics_port, lambda: telemetry.exposition(scheduler), ready=serves),
         asyncio.TaskGroup() as group,
     ):
         tasks = [
@@ -140,28 +141,27 @@ async def _expire(scheduler: RequestScheduler) -> None:
 
 async def _reload(spec: PickerSpec, scheduler: RequestScheduler, table: EndpointTable) -> None:
     """Read recipes and tenants again when their files change: Kubernetes replaces the files of a ConfigMap."""
-    files = [*spec.recipes, *([spec.tenants] if spec.tenants else [])]
+    tenants = (spec.tenants,) if spec.tenants else ()
     if spec.tenants:
         scheduler.admission.close()
         load_tenants(scheduler.admission, spec.tenants)
-    last = {one: _changed_at(one) for one in files}
+    recipes_are, tenants_are = _state(spec.recipes), _state(tenants)
     while True:
         await asyncio.sleep(_RELOAD_INTERVAL_S)
-        changed = {one for one in files if _changed_at(one) != last[one]}
-        if not changed:
-            continue
-        last = {one: _changed_at(one) for one in files}
-        if changed & set(spec.recipes):
+        if (state := _state(spec.recipes)) != recipes_are:
+            recipes_are = state
             table.reload(spec.recipes)
-        if spec.tenants in changed and spec.tenants:
+        if (state := _state(tenants)) != tenants_are and spec.tenants:
+            tenants_are = state
             load_tenants(scheduler.admission, spec.tenants)
 
 
-def _changed_at(path: Path) -> int:
+def _state(paths: Sequence[Path]) -> list[tuple[str, int]]:
+    """Return when the files were changed last."""
     try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0
+        return [(str(one), one.stat().st_mtime_ns) for one in recipe_files(paths)]
+    except (InputError, OSError):
+        return []
 
 
 async def _scale(table: EndpointTable, telemetry: Telemetry, leads: Callable[[], bool]) -> None:
