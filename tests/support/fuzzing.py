@@ -116,7 +116,8 @@ def sanitized_copy(folder: Path) -> dict[str, str]:
     told = subprocess.run([clang(), f"-print-file-name={library}"], check=True, capture_output=True, text=True)
     options = "detect_leaks=0:abort_on_error=0:exitcode=99"  # the interpreter itself leaks at its end
     python = os.pathsep.join([str(folder / "src"), str(_ROOT / "tests")])
-    return {**os.environ, "LD_PRELOAD": told.stdout.strip(), "ASAN_OPTIONS": options, "PYTHONPATH": python}
+    sanitized = {"LD_PRELOAD": told.stdout.strip(), "ASAN_OPTIONS": options, "PYTHONMALLOC": "malloc"}
+    return {**os.environ, **sanitized, "PYTHONPATH": python}
 
 
 def _folders(target: str) -> tuple[Path, Path]:

@@ -30,6 +30,8 @@ class Value(BaseModel):
     @classmethod
     def _accept_renamed_keys(cls, data: Any) -> Any:
         if cls.renamed_keys and isinstance(data, dict):
+            if both := [old for old, new in cls.renamed_keys.items() if old in data and new in data]:
+                raise ValueError(f"'{both[0]}' is the old name of '{cls.renamed_keys[both[0]]}'; give one of them")
             return {cls.renamed_keys.get(key, key): value for key, value in data.items()}
         return data
 
