@@ -22,6 +22,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
+_MAX_WORD = 200
 EXIT_CODES: Mapping[int, str] = {
     0: "success",
     1: "internal error: a bug in Powerband",
@@ -106,5 +107,7 @@ class Undecided(PowerbandError):
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the nearest known word, or an empty string."""
+    if len(word) > _MAX_WORD:  # the comparison takes quadratic time
+        return ""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" Did you mean '{near[0]}'?" if near else ""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from powerband import catalog
+from powerband import catalog, untrusted
 from powerband.core import yaml12
 from powerband.core.deployment import Deployment
 from powerband.core.document import HEADER
@@ -182,7 +182,7 @@ def tasks(
             lm_eval.check(name, echoes_prompt_logprobs=echoes_prompt_logprobs, run_code=run_code)
             found[name] = _harness(name, path, source, questions=(max_questions, most), on_step=on_step)
         else:
-            found[name or path.stem] = cut(questions.read(path.read_text(), source=file))
+            found[name or path.stem] = cut(questions.read(untrusted.text(path), source=file))
     for name in floor.tasks:
         if name == "recall":
             found.setdefault(name, cut(recall.questions(most)))

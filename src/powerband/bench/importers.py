@@ -14,12 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from powerband import untrusted
 from powerband.bench import analysis
 from powerband.core.measurement import Distribution, Level, Measurement, Timeline, Verdict
 from powerband.core.workload import Workload
 from powerband.errors import InputError
 
 _MIN_REQUESTS = 2
+_MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -51,22 +53,26 @@ class ImportedRun:
 def read(path: Path) -> Measurement:
     """Return the result file of another tool as a measurement."""
     try:
-        text = path.read_text("utf-8")
-        runs = _parse(text)
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}", hint="check the path") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+        parsed = _parse(untrusted.text(path, max_bytes=untrusted.MAX_RESULTS_BYTES))
+        runs = [
+            replace(run, requests=sorted(run.requests, key=lambda request: request.start))
+            for run in parsed
+            if len(run.requests) >= _MIN_REQUESTS
+        ]
+    except (*_MALFORMED, RecursionError):
         runs = []
-    runs = [
-        replace(run, requests=sorted(run.requests, key=lambda request: request.start))
-        for run in runs
-        if len(run.requests) >= _MIN_REQUESTS
-    ]
     if not runs:
         raise InputError(
             f"{path} contains no per-request results",
             hint="use output of 'vllm bench serve --save-detailed', guidellm (JSON) or aiperf (profile_export.jsonl)",
         )
+    try:
+        return _measurement(path, runs)
+    except _MALFORMED as error:
+        raise InputError(f"impossible numbers in {path}: {error}"[:500], hint="export the results again") from None
+
+
+def _measurement(path: Path, runs: Sequence[ImportedRun]) -> Measurement:
     return Measurement(
         name=path.stem,
         profile="sweep" if len(runs) > 1 else "level",

@@ -164,8 +164,17 @@ def main() -> None:
         sys.exit(full.exit_code)
 
 
+_MAX_MESSAGE = 4000  # characters; it can quote a file
+
+
+def _printable(text: str) -> str:
+    """Return a text for a terminal: escape sequences of a quoted file have no effect, and it is not endless."""
+    allowed = (c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text[:_MAX_MESSAGE])
+    return "".join(allowed) + (" ..." if len(text) > _MAX_MESSAGE else "")
+
+
 def _report(error: PowerbandError) -> None:
-    evidence = getattr(error, "evidence", "")
+    evidence = _printable(getattr(error, "evidence", ""))
     if "--json" in sys.argv:
         details = {"type": type(error).__name__, "message": error.message, "hint": error.hint}
         details |= {"failure": error.failure, "evidence": evidence} if hasattr(error, "failure") else {}
@@ -175,7 +184,7 @@ def _report(error: PowerbandError) -> None:
     from rich.text import Text
 
     console = Console(stderr=True, soft_wrap=not sys.stderr.isatty(), highlight=False)
-    console.print(Text.assemble(("error: ", "bold red"), error.message))
+    console.print(Text.assemble(("error: ", "bold red"), _printable(error.message)))
     if evidence:
         console.print(Text.assemble(("  engine: ", "dim"), (evidence, "dim")))
-    console.print(Text.assemble(("hint: ", "bold cyan"), error.hint))
+    console.print(Text.assemble(("hint: ", "bold cyan"), _printable(error.hint)))

@@ -12,10 +12,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from powerband.core import yaml12
+from powerband.core import plain_data, yaml12
 from powerband.errors import DocumentError, did_you_mean
 
 HEADER = "powerband"
+_MAX_SENTENCES = 20
+_MAX_DIGITS = 9
 
 
 class Value(BaseModel):
@@ -28,6 +30,8 @@ class Value(BaseModel):
     @classmethod
     def _accept_renamed_keys(cls, data: Any) -> Any:
         if cls.renamed_keys and isinstance(data, dict):
+            if both := [old for old, new in cls.renamed_keys.items() if old in data and new in data]:
+                raise ValueError(f"'{both[0]}' is the old name of '{cls.renamed_keys[both[0]]}'; give one of them")
             return {cls.renamed_keys.get(key, key): value for key, value in data.items()}
         return data
 
@@ -102,29 +106,31 @@ def flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def read_header(text: str, *, source: str) -> tuple[str, int, dict[str, Any], dict[yaml12.Path, int]]:
     """Split a file into its kind, its schema number, its data and the line of each path."""
-    data, lines = _read_json(text) or yaml12.read(text, source=source)
+    data, lines = _read_json(text, source=source) or yaml12.read(text, source=source)
     if not isinstance(data, dict) or HEADER not in data:
         raise DocumentError(
             f"{source}: not a Powerband document: the header is missing",
             hint=f"begin the file with a line like '{HEADER}: deployment/1'",
         )
     kind, slash, number = str(data[HEADER]).partition("/")
-    if not slash or not number.isdigit():
+    if not slash or not number.isdecimal() or len(number) > _MAX_DIGITS:
         raise DocumentError(
-            f"{source}:{lines[(HEADER,)]}: the header '{data[HEADER]}' is not <kind>/<schema>",
+            f"{source}:{lines[(HEADER,)]}: the header '{str(data[HEADER])[:100]}' is not <kind>/<schema>",
             hint=f"write it like '{HEADER}: deployment/1'",
         )
     return kind, int(number), data, lines
 
 
-def _read_json(text: str) -> tuple[Any, dict[yaml12.Path, int]] | None:
+def _read_json(text: str, *, source: str) -> tuple[Any, dict[yaml12.Path, int]] | None:
     """Parse JSON with the JSON parser, which is a hundred times faster than YAML's; None: not JSON."""
     if not text.startswith("{"):
         return None
     try:
-        return json.loads(text), {(HEADER,): 1}
-    except ValueError:
+        return plain_data.parse_json(text), {(HEADER,): 1}
+    except json.JSONDecodeError:
         return None
+    except ValueError as error:
+        raise DocumentError(f"{source}: not a document: {error}", hint="see 'powerband schema'") from None
 
 
 def _explain(
@@ -133,7 +139,7 @@ def _explain(
     """Turn each of pydantic's errors into one sentence; the hint is for the first."""
     sentences = []
     hint = f"see the fields with 'powerband schema {getattr(model, 'kind', '')}'"
-    for problem in error.errors():
+    for problem in error.errors(include_url=False)[:_MAX_SENTENCES]:
         path = _path_in(data, problem["loc"], may_lack_last=problem["type"] == "missing")
         line = next((lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in lines), None)
         where, dotted = f"{source}:{line}" if line else source, ".".join(map(str, path))
@@ -147,6 +153,8 @@ def _explain(
         else:
             message = problem["msg"].removeprefix("Value error, ")
             sentences.append(f"{where}: {dotted or 'the file'}: {message}")
+    if error.error_count() > _MAX_SENTENCES:
+        sentences.append(f"{source}: {error.error_count() - _MAX_SENTENCES} more of this kind")
     return DocumentError("\n".join(sentences), hint=hint)
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from powerband.core import hub_id
 from powerband.core import shape as shapes
 from powerband.core.document import Value
 from powerband.core.shape import Shape
+from powerband.errors import InputError
 
 Format = Literal["safetensors", "gguf"]
+_MAX_LAYERS = 10_000
+_MAX_NUMBER = 2**63
+_MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 class Model(Value):
@@ -51,10 +55,21 @@ class Model(Value):
 
 
 def from_config_json(config: Mapping[str, Any], *, source: str, weight_bytes: int | None) -> Model:
-    """Return the model from a Hugging Face `config.json`; multimodal models have their keys under `text_config`."""
+    """Return the model from a Hugging Face `config.json`; multimodal models have their keys under `text_config`.
+
+    Raise InputError if a value is not of the kind that the key needs, or is impossible.
+    """
+    try:
+        return _checked(_from_config_json(config, source=source, weight_bytes=weight_bytes))
+    except _MALFORMED as error:
+        raise _not_a_model(source, "config.json", error) from None
+
+
+def _from_config_json(config: Mapping[str, Any], *, source: str, weight_bytes: int | None) -> Model:
     config = {**config, **config.get("text_config", {})}
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     architectures = config.get("architectures") or [None]
+    _check_depth(config.get("num_hidden_layers"), config.get("layer_types"))
     return Model(
         source=source,
         format="safetensors",
@@ -88,7 +103,39 @@ def _weight_format(config: Mapping[str, Any]) -> str:
 
 
 def from_gguf(header: Mapping[str, Any], *, source: str, weight_bytes: int) -> Model:
-    """Return the model from a GGUF header's key-value pairs."""
+    """Return the model from a GGUF header's key-value pairs; raise InputError as `from_config_json` does."""
+    try:
+        return _checked(_from_gguf(header, source=source, weight_bytes=weight_bytes))
+    except _MALFORMED as error:
+        raise _not_a_model(source, "GGUF header", error) from None
+
+
+def _check_depth(layers: Any, kinds: Any = None) -> None:
+    """Raise ValueError for a number of layers that no model has, before there is an object for each."""
+    if (isinstance(layers, int) and layers > _MAX_LAYERS) or (isinstance(kinds, list) and len(kinds) > _MAX_LAYERS):
+        raise ValueError(f"more than {_MAX_LAYERS:,} layers")
+
+
+def _checked(model: Model) -> Model:
+    """Return the model; raise ValueError if one of its numbers is negative or impossibly large."""
+    layers = model.shape.layers if model.shape else ()
+    for part in (model, *([model.shape] if model.shape else []), *layers):
+        for name, value in part:
+            if isinstance(value, int) and not 0 <= value <= _MAX_NUMBER:
+                raise ValueError(f"{name} would be {'negative' if value < 0 else 'over 2^63'}")
+    return model
+
+
+def _not_a_model(source: str, what: str, error: Exception) -> InputError:
+    reason = (
+        "; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in error.errors()[:3] if one["loc"])
+        if isinstance(error, ValidationError)
+        else f"{type(error).__name__}: {error}"
+    )
+    return InputError(f"the {what} of {source} does not describe a model ({reason})"[:500], hint="download it again")
+
+
+def _from_gguf(header: Mapping[str, Any], *, source: str, weight_bytes: int) -> Model:
     architecture = header.get("general.architecture")
 
     def fact(name: str) -> Any:
@@ -96,6 +143,7 @@ def from_gguf(header: Mapping[str, Any], *, source: str, weight_bytes: int) -> M
         return max(value) if isinstance(value, list) and value else value  # per-layer lists: the widest layer
 
     heads, hidden = fact("attention.head_count"), fact("embedding_length")
+    _check_depth(fact("block_count"))
     return Model(
         source=source,
         format="gguf",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from powerband.core import hub_id
+from powerband.core import hub_id, plain_data
 from powerband.core.deployment import Deployment, EngineConfig
 from powerband.core.engine import (
     Command,
@@ -339,11 +338,11 @@ class LlamaCpp(Engine[LlamaCppConfig]):
             total = read.prompt_tokens + read.prefix_hits_tokens
             changes = {"prompt_tokens": total, "prefix_queries_tokens": total}
         try:
-            slots = json.loads(pages.get("/slots", ""))
+            slots = plain_data.parse_json(pages.get("/slots", ""))
             used = sum(slot.get("n_prompt_tokens", 0) for slot in slots if slot.get("is_processing"))
             capacity = sum(slot["n_ctx"] for slot in slots)
-            changes["kv_use"] = used / capacity
-        except (ValueError, TypeError, KeyError, ZeroDivisionError):
+            changes["kv_use"] = min(1.0, max(0.0, used / capacity))
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             pass  # /slots is disabled or was not read: the gauge is unknown
         return read.model_copy(update=changes)
 

@@ -95,15 +95,27 @@ def diagnose(signatures: Iterable[Signature], log: str) -> Failure | None:
     return None
 
 
+_MAX_VALUE = 1e300  # so that sums are finite
+
+
 def gauges(table: Mapping[str, str], exposition: str) -> Gauges:
     """Sum each metric of the table over its label sets; a missing metric is None."""
     totals: dict[str, float] = {}
     wanted = tuple(table.values())
     lines = [line for line in exposition.splitlines() if line.startswith(wanted)]  # vLLM's page has thousands
-    for family in text_string_to_metric_families("\n".join(lines)):
-        for sample in family.samples:
-            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    for line in lines:
+        for name, value in _samples(line):
+            totals[name] = totals.get(name, 0.0) + value
     return Gauges(**{name: totals.get(metric) for name, metric in table.items()})
+
+
+def _samples(line: str) -> list[tuple[str, float]]:
+    """Return the samples of a line; nothing of one that is malformed or has no finite value."""
+    try:
+        found = [one for family in text_string_to_metric_families(line) for one in family.samples]
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return []
+    return [(one.name, one.value) for one in found if abs(one.value) <= _MAX_VALUE]
 
 
 def _fill(text: str, names: Mapping[str, Any]) -> str:

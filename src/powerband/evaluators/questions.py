@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast, get_args
 
+from powerband.core import plain_data
 from powerband.core.statistics import UNBOUNDED, Interval, paired_ratio, student_t, z_of
 from powerband.errors import InputError
 
+_MAX_ANSWER_TOKENS = 100_000
 Check = Literal["contains", "exact", "number", "regex"]
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
@@ -31,19 +32,30 @@ def read(text: str, *, source: str) -> tuple[Question, ...]:
         if not line.strip():
             continue
         try:
-            found.append(Question(**json.loads(line)))
+            found.append(_question(**plain_data.parse_json_object(line)))
         except (ValueError, TypeError) as error:
             raise InputError(
-                f"{source}:{number}: not a valid question: {error}",
+                f"{source}:{number}: not a valid question: {error}"[:500],
                 hint='write {"prompt": "2 + 2 =", "answer": "4", "check": "number"}',
             ) from None
-        if found[-1].check not in Check.__args__:  # type: ignore[attr-defined]
-            raise InputError(
-                f"{source}:{number}: unknown check '{found[-1].check}'", hint="use contains, exact, number or regex"
-            )
     if not found:
         raise InputError(f"{source} contains no questions", hint="write one JSON object with a question on each line")
     return tuple(found)
+
+
+def _question(prompt: str, answer: str, check: str = "contains", most: int = 32) -> Question:
+    if not isinstance(prompt, str) or not isinstance(answer, str):
+        raise TypeError("'prompt' and 'answer' are texts")
+    if check not in get_args(Check):
+        raise ValueError(f"unknown check '{check}'; use contains, exact, number or regex")
+    if check == "regex":
+        try:
+            re.compile(answer)
+        except re.error as error:
+            raise ValueError(f"the answer is not a regular expression: {error}") from None
+    if not isinstance(most, int) or not 0 < most <= _MAX_ANSWER_TOKENS:
+        raise ValueError(f"'most' is a number of tokens up to {_MAX_ANSWER_TOKENS:,}")
+    return Question(prompt, answer, cast(Check, check), most)
 
 
 def is_correct(question: Question, answer: str) -> bool:

@@ -2,7 +2,8 @@
  *
  * Requests are encoded in advance. Each is written at its due time on an open connection. Every read is timestamped
  * with CLOCK_MONOTONIC and split into server-sent events, and events with content are counted. JSON is parsed later,
- * from the few lines that are kept. `python_wire.py` implements the same interface in Python.
+ * from the few lines that are kept. A response over one of the limits below is broken off: the server is not trusted.
+ * `python_wire.py` implements the same interface in Python.
  */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
@@ -31,7 +32,11 @@
 enum { ANSWERED = 0, BROKEN_OFF = 1, NOT_CONNECTED = 2, CANCELLED = 3 };
 enum { HEAD, BODY_LENGTH, BODY_UNTIL_CLOSE, CHUNK_SIZE, CHUNK_DATA, CHUNK_END, TRAILER, COMPLETE };
 #define MAX_HEAD 65536
-#define MAX_KEPT 8192
+#define MAX_KEPT 8192             /* of the body of an error response */
+#define MAX_LINE (8 << 20)
+#define MAX_LINES_KEPT (64 << 20) /* bytes of the lines that are kept of one response */
+#define MAX_EVENTS (4 << 20)      /* events with content of one response */
+#define MAX_LENGTH ((int64_t)1 << 40)
 #define READ_SIZE 65536
 #define BATCH 256
 
@@ -107,6 +112,7 @@ static void *grow(void *data, size_t *room, size_t need, size_t item) {
 }
 
 static void add(Buffer *buffer, const char *data, size_t size) {
+    if (!size) return;
     buffer->data = grow(buffer->data, &buffer->room, buffer->size + size, 1);
     memcpy(buffer->data + buffer->size, data, size);
     buffer->size += size;
@@ -325,16 +331,17 @@ static int holds(const char *line, size_t size, const char *key) { /* the key ha
     return at < end && *at != 'n';
 }
 
-static void event_line(Wire *wire, Request *request, const char *line, size_t size, int64_t when) {
+static int event_line(Wire *wire, Request *request, const char *line, size_t size, int64_t when) { /* 0: over a limit */
     if (size && line[size - 1] == '\r') size--;
     if (size < 5 || memcmp(line, "data:", 5)) {
         if (request->status != 200 && request->kept.size + size < MAX_KEPT) add(&request->kept, line, size);
-        return;
+        return 1;
     }
     line += 5, size -= 5;
     while (size && *line == ' ') line++, size--;
-    if (size == 6 && !memcmp(line, "[DONE]", 6)) { request->done = 1; return; }
+    if (size == 6 && !memcmp(line, "[DONE]", 6)) { request->done = 1; return 1; }
     if (carries_content(line, size)) {
+        if (request->count >= MAX_EVENTS) return 0;
         if (!request->first) { request->first = when; wire->silent--; }
         request->times = grow(request->times, &request->room, request->count + 1, sizeof(int64_t));
         request->times[request->count++] = when;
@@ -342,36 +349,54 @@ static void event_line(Wire *wire, Request *request, const char *line, size_t si
     int keep = request->whole || holds(line, size, "\"usage\":") || holds(line, size, "\"finish_reason\":")
         || holds(line, size, "\"error\":");
     if (keep) {
+        if (request->kept.size + size >= MAX_LINES_KEPT) return 0;
         add(&request->kept, line, size);
         add(&request->kept, "\n", 1);
     }
+    return 1;
 }
 
-static void body(Wire *wire, Connection *c, const char *data, size_t size, int64_t when) {
+static int body(Wire *wire, Connection *c, const char *data, size_t size, int64_t when) { /* 0: over a limit */
     while (size) {
         const char *newline = memchr(data, '\n', size);
-        if (!newline) { add(&c->line, data, size); return; }
-        size_t length = newline - data;
+        size_t length = newline ? (size_t)(newline - data) : size;
+        if (c->line.size + length > MAX_LINE) return 0;
+        if (!newline) { add(&c->line, data, size); return 1; }
         if (c->line.size) {
             add(&c->line, data, length);
-            event_line(wire, c->request, c->line.data, c->line.size, when);
+            if (!event_line(wire, c->request, c->line.data, c->line.size, when)) return 0;
             c->line.size = 0;
-        } else event_line(wire, c->request, data, length, when);
+        } else if (!event_line(wire, c->request, data, length, when)) return 0;
         data = newline + 1, size -= length + 1;
     }
+    return 1;
 }
 
-static void read_head(Connection *c) {
+static int64_t decimal(const char *at) { /* the digits of a header's value; -1: it is not a length */
+    int64_t found = 0;
+    while (*at == ' ' || *at == '\t') at++;
+    if (*at < '0' || *at > '9') return -1;
+    for (; *at >= '0' && *at <= '9'; at++)
+        if ((found = found * 10 + *at - '0') > MAX_LENGTH) return -1;
+    while (*at == ' ' || *at == '\t') at++;
+    return *at == '\r' ? found : -1;
+}
+
+static int read_head(Connection *c) { /* 0: not HTTP; the head ends with an empty line and has no NUL byte */
     Request *request = c->request;
     char *text = c->head.data, *line = strstr(text, "\r\n");
-    request->status = strlen(text) > 12 ? atoi(text + 9) : 0;
+    if (strncmp(text, "HTTP/1.", 7) || !text[7] || text[8] != ' ') return 0;
+    for (int i = 9; i < 12; i++)
+        if (text[i] < '0' || text[i] > '9') return 0;
+    request->status = atoi(text + 9);
     int chunked = 0;
     int64_t length = -1;
     c->closing = !strncmp(text, "HTTP/1.0", 8);
     for (; line && line[2] != '\r'; line = strstr(line + 2, "\r\n")) {
         char *at = line + 2;
-        if (!strncasecmp(at, "content-length:", 15)) length = atoll(at + 15);
-        else if (!strncasecmp(at, "transfer-encoding:", 18)) {
+        if (!strncasecmp(at, "content-length:", 15)) {
+            if ((length = decimal(at + 15)) < 0) return 0;
+        } else if (!strncasecmp(at, "transfer-encoding:", 18)) {
             char *end = strstr(at, "\r\n");
             chunked = memmem(at, end - at, "chunked", 7) != NULL;
         } else if (!strncasecmp(at, "connection:", 11)) {
@@ -380,13 +405,14 @@ static void read_head(Connection *c) {
             if (!strncasecmp(value, "close", 5)) c->closing = 1;
         }
     }
-    c->left = 0;
+    c->left = -1; /* no digit of a chunk's size yet */
     if (chunked) c->state = CHUNK_SIZE;
     else if (length >= 0) { c->left = length; c->state = length ? BODY_LENGTH : COMPLETE; }
     else { c->state = BODY_UNTIL_CLOSE; c->closing = 1; }
+    return 1;
 }
 
-static int take(Wire *wire, Connection *c, const char *data, size_t size, int64_t when) { /* 0: not HTTP */
+static int take(Wire *wire, Connection *c, const char *data, size_t size, int64_t when) { /* 0: not HTTP, or over a limit */
     while (size && c->state != COMPLETE) {
         size_t step;
         switch (c->state) {
@@ -395,42 +421,48 @@ static int take(Wire *wire, Connection *c, const char *data, size_t size, int64_
             add(&c->head, data, size);
             add(&c->head, "", 1);
             c->head.size--;
-            char *end = strstr(c->head.data + (before > 3 ? before - 3 : 0), "\r\n\r\n");
-            if (!end) { if (c->head.size > MAX_HEAD) return 0; return 1; }
+            size_t from = before > 3 ? before - 3 : 0;
+            char *end = memmem(c->head.data + from, c->head.size - from, "\r\n\r\n", 4);
+            if (!end) return c->head.size <= MAX_HEAD;
             step = end + 4 - c->head.data - before;
             end[4] = 0;
-            read_head(c);
+            if (before + step > MAX_HEAD || strlen(c->head.data) != before + step || !read_head(c)) return 0;
             data += step, size -= step;
             break;
         }
         case BODY_LENGTH:
             step = (int64_t)size < c->left ? size : (size_t)c->left;
-            body(wire, c, data, step, when);
+            if (!body(wire, c, data, step, when)) return 0;
             data += step, size -= step;
             if (!(c->left -= step)) c->state = COMPLETE;
             break;
         case BODY_UNTIL_CLOSE:
-            body(wire, c, data, size, when);
-            return 1;
+            return body(wire, c, data, size, when);
         case CHUNK_SIZE: {
             char digit = *data++;
+            int value = digit >= '0' && digit <= '9' ? digit - '0'
+                : (digit | 32) >= 'a' && (digit | 32) <= 'f' ? (digit | 32) - 'a' + 10 : -1;
             size--;
-            if (digit == '\n') { c->state = c->left ? CHUNK_DATA : TRAILER; c->extension = 0; }
-            else if (c->extension || digit == ';') c->extension = 1; /* skip chunk extensions */
-            else if (digit >= '0' && digit <= '9') c->left = c->left * 16 + digit - '0';
-            else if ((digit | 32) >= 'a' && (digit | 32) <= 'f') c->left = c->left * 16 + (digit | 32) - 'a' + 10;
-            else if (digit != '\r' && digit != ' ') return 0;
-            if (c->state == TRAILER) c->left = 0;
+            if (digit == '\n') {
+                if (c->left < 0) return 0;
+                c->state = c->left ? CHUNK_DATA : TRAILER;
+                c->extension = 0;
+            } else if (c->extension || (c->left >= 0 && digit == ';')) c->extension = 1; /* skip chunk extensions */
+            else if (value >= 0) {
+                if (c->left < 0) c->left = 0;
+                if ((c->left = c->left * 16 + value) > MAX_LENGTH) return 0;
+            } else if (digit != '\r' && digit != ' ') return 0;
             break;
         }
         case CHUNK_DATA:
             step = (int64_t)size < c->left ? size : (size_t)c->left;
-            body(wire, c, data, step, when);
+            if (!body(wire, c, data, step, when)) return 0;
             data += step, size -= step;
             if (!(c->left -= step)) c->state = CHUNK_END;
             break;
         case CHUNK_END:
-            if (*data == '\n') c->state = CHUNK_SIZE;
+            if (*data == '\n') { c->state = CHUNK_SIZE; c->left = -1; }
+            else if (*data != '\r') return 0;
             data++, size--;
             break;
         case TRAILER: /* an empty line ends the response */
@@ -440,6 +472,7 @@ static int take(Wire *wire, Connection *c, const char *data, size_t size, int64_
             break;
         }
     }
+    if (size) c->closing = 1; /* bytes after the response: nobody asked for them */
     return 1;
 }
 

@@ -216,16 +216,35 @@ def _json_lines(kept: bytes) -> Iterator[dict[str, Any]]:
     for line in kept.splitlines():
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
             yield value
 
 
 def _content(event: dict[str, Any]) -> str:
-    for choice in event.get("choices") or ():
-        return str(choice.get("text") or (choice.get("delta") or {}).get("content") or "")
+    for choice in _choices(event):
+        return str(choice.get("text") or _object(choice.get("delta")).get("content") or "")
     return ""
+
+
+def _choices(event: dict[str, Any]) -> list[dict[str, Any]]:
+    found = event.get("choices")
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**53) else 0.0
+
+
+def _count(value: Any) -> int:
+    """Return a number of tokens or microseconds that the server states; 0 for anything else."""
+    number = value if isinstance(value, (int, float)) else 0
+    return int(number) if 0 <= number < 2**32 else 0
 
 
 def _record(finished: Finished, lines: list[dict[str, Any]], run: Run, *, start_ns: int, max_tokens: int) -> None:
@@ -235,9 +254,9 @@ def _record(finished: Finished, lines: list[dict[str, Any]], run: Run, *, start_
     timings: dict[str, Any] = {}
     finish = ""
     for event in lines:
-        usage = event.get("usage") or usage
-        timings = event.get("timings") or timings
-        for choice in event.get("choices") or ():
+        usage = _object(event.get("usage")) or usage
+        timings = _object(event.get("timings")) or timings
+        for choice in _choices(event):
             finish = choice.get("finish_reason") or finish
     if outcome or status != 200 or any("error" in event for event in lines):
         error = f"HTTP {status}" if status not in (0, 200) else OUTCOMES[outcome]
@@ -258,9 +277,9 @@ def _record(finished: Finished, lines: list[dict[str, Any]], run: Run, *, start_
         done=1 if finished.done else 0,
         retried=finished.retried,
         asked=max_tokens,
-        prompt=int(usage.get("prompt_tokens") or 0),
-        output=int(usage.get("completion_tokens") or 0),
+        prompt=_count(usage.get("prompt_tokens")),
+        output=_count(usage.get("completion_tokens")),
         chunks=len(times),
         finish=FINISHES.index(finish) if finish in FINISHES else 3,
-        engine_us=int(float(timings.get("prompt_ms") or 0) * 1000),
+        engine_us=_count(_number(timings.get("prompt_ms")) * 1000),
     )

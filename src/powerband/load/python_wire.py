@@ -1,6 +1,7 @@
 """The wire in Python: the interface of `_wire.c`, for TLS and for systems where that is not compiled.
 
-It is slower, so the guard against a saturated client fails at a lower load.
+It is slower, so the guard against a saturated client fails at a lower load. A response over one of the limits is broken
+off, as in `_wire.c`: the server is not trusted.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from typing import Any, NamedTuple
 
 ANSWERED, BROKEN_OFF, NOT_CONNECTED, CANCELLED = range(4)
 _CONTENT = re.compile(rb'"(?:content|text|reasoning_content|reasoning|arguments)": *"[^"]')
+_MAX_HEAD, _MAX_LINE, _MAX_KEPT_LINES = 1 << 16, 8 << 20, 64 << 20  # bytes
+_MAX_EVENTS, _MAX_LENGTH = 4 << 20, 1 << 40
+_STATUS = re.compile(rb"HTTP/1\.. (\d{3})")
 _KEPT = re.compile(rb'"(?:usage|finish_reason|error)": *[^n ]')
 
 
@@ -186,7 +190,7 @@ class Wire:
             try:
                 writer.write(request.data)
                 keep = await self._read(reader, request)
-            except (OSError, asyncio.IncompleteReadError, ValueError):
+            except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
                 request.end = time.monotonic_ns()
                 if reused and not request.received:
                     request.retried = 1
@@ -213,18 +217,22 @@ class Wire:
         head = await reader.readuntil(b"\r\n\r\n")
         request.head = time.monotonic_ns()
         request.received += len(head)
-        lines = head.lower().split(b"\r\n")
-        request.status = int(lines[0].split()[1])
-        fields = dict(line.split(b":", 1) for line in lines[1:] if b":" in line)
+        status = _STATUS.match(head)
+        if status is None or b"\0" in head or len(head) > _MAX_HEAD:
+            raise ValueError("not the head of a response")
+        request.status = int(status[1])
+        fields = dict(line.split(b":", 1) for line in head.lower().split(b"\r\n")[1:] if b":" in line)
         events = _Events(request, self)
         keep = b"close" not in fields.get(b"connection", b"")
         if b"chunked" in fields.get(b"transfer-encoding", b""):
-            while size := int((await reader.readline()).split(b";")[0], 16):
-                events.feed((await reader.readexactly(size + 2))[:-2])
+            while size := _length((await reader.readline()).split(b";")[0], base=16):
+                await _feed(events, reader, size)
+                if await reader.readexactly(2) != b"\r\n":
+                    raise ValueError("a chunk is longer than its size")
             while (await reader.readline()).strip():
                 pass
         elif b"content-length" in fields:
-            events.feed(await reader.readexactly(int(fields[b"content-length"])))
+            await _feed(events, reader, _length(fields[b"content-length"]))
         else:
             keep = False
             while data := await reader.read(1 << 16):
@@ -238,21 +246,41 @@ class Wire:
         self._silent -= 1
 
 
+def _length(text: bytes, *, base: int = 10) -> int:
+    """Return a length that a server states; raise ValueError if it is none, or over the limit."""
+    found = int(text, base)
+    if not 0 <= found <= _MAX_LENGTH:
+        raise ValueError(f"a length of {found} bytes")
+    return found
+
+
+async def _feed(events: _Events, reader: asyncio.StreamReader, size: int) -> None:
+    """Read this many bytes of a body as they arrive."""
+    while size:
+        data = await reader.read(min(size, 1 << 16))
+        if not data:
+            raise asyncio.IncompleteReadError(b"", size)
+        events.feed(data)
+        size -= len(data)
+
+
 class _Events:
     """Split a stream into server-sent events, timestamp those with content, and keep the lines to parse later."""
 
     def __init__(self, request: _Request, wire: Any) -> None:
-        self._request, self._wire, self._line = request, wire, b""
+        self._request, self._wire, self._line, self._kept = request, wire, b"", 0
 
     def feed(self, data: bytes) -> None:
         when, request = time.monotonic_ns(), self._request
         request.received += len(data)
         *lines, self._line = (self._line + data).split(b"\n")
+        if max(map(len, (*lines, self._line))) > _MAX_LINE:
+            raise ValueError("a line is over the limit")
         for line in lines:
             line = line.rstrip(b"\r")
             if not line.startswith(b"data:"):
                 if request.status != 200 and line:
-                    request.kept.append(line)
+                    self._keep(line)
                 continue
             line = line[5:].lstrip(b" ")
             if line == b"[DONE]":
@@ -263,5 +291,13 @@ class _Events:
                     request.first = when
                     self._wire.count_first_token()
                 request.times.append(when)
+                if len(request.times) > _MAX_EVENTS:
+                    raise ValueError("the events are over the limit")
             if request.whole or _KEPT.search(line):
-                request.kept.append(line)
+                self._keep(line)
+
+    def _keep(self, line: bytes) -> None:
+        self._kept += len(line)
+        if self._kept > _MAX_KEPT_LINES:
+            raise ValueError("the lines to keep are over the limit")
+        self._request.kept.append(line)

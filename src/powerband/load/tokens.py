@@ -6,8 +6,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from powerband import catalog
+from powerband import catalog, untrusted
 from powerband.core import gguf
+from powerband.errors import InputError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -57,7 +58,11 @@ def vocabulary(source: str | Path | None) -> Vocabulary:
 def _from_json(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(str(path))
+    text = untrusted.text(path, max_bytes=untrusted.MAX_TOKENIZER_BYTES)
+    try:
+        return Tokenizer.from_str(text)
+    except Exception as error:  # the library raises nothing more specific
+        raise InputError(f"{path} is not a usable tokenizer: {error}"[:500], hint="download it again") from None
 
 
 def _from_gguf(path: Path) -> Tokenizer | None:
@@ -71,9 +76,12 @@ def _from_gguf(path: Path) -> Tokenizer | None:
         return None
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-    vocab = {token: number for number, token in enumerate(header["tokenizer.ggml.tokens"])}
-    merges = [(left, right) for left, right in (merge.split(" ", 1) for merge in header["tokenizer.ggml.merges"])]
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    try:
+        vocab = {str(token): number for number, token in enumerate(header["tokenizer.ggml.tokens"])}
+        merges = [(left, right) for left, right in (one.split(" ", 1) for one in header["tokenizer.ggml.merges"])]
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    except Exception as error:  # the library raises nothing more specific
+        raise InputError(f"the tokenizer in {path} is not usable: {error}"[:500], hint="download it again") from None
     digits = pre_tokenizers.Split(Regex(r"\p{N}"), "isolated")
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])

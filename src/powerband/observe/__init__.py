@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import powerband.verify as verify
+from powerband import untrusted
+from powerband.core import plain_data
 from powerband.core.prefix_hash import FINE_BLOCK_CHARS, block_hashes, message_text
 from powerband.core.recipe import ALERT_RATIO, Recipe
 from powerband.core.statistics import wilson
@@ -156,8 +159,11 @@ def _captured(trace: Path) -> list[RequestFeatures]:
     """Return the features of a trace that `capture` wrote; nothing for other traces."""
     if trace.suffix != ".jsonl":
         return []
-    records = [json.loads(line) for line in trace.read_text().splitlines()]
-    return features(records) if records and "characters" in records[0] else []
+    lines = untrusted.lines(trace)
+    first = next(lines, "")
+    if '"characters"' not in first:
+        return []
+    return features([_record(line, trace, number) for number, line in enumerate(itertools.chain([first], lines), 1)])
 
 
 def shared_prefix_share(block_ids: Sequence[int], seen: set[int]) -> float:
@@ -176,10 +182,33 @@ def read_records(folder: Path, model_spec: ModelSpec) -> list[RequestRecord]:
     path = folder / "traffic.jsonl"
     if not path.exists():
         raise InputError(f"no captured traffic in {folder}", hint="run 'powerband serve' with --capture")
-    text = "".join(one.read_text() for one in (rotated(path), path) if one.exists())
-    complete = (json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n"))
-    own = (row for row in complete if row["model"] == model_spec.name and row["recipe"] == model_spec.recipe)
+    complete = (
+        _record(line, file, number)
+        for file in (rotated(path), path)
+        if file.exists()
+        for number, line in enumerate(untrusted.lines(file), 1)
+        if line.endswith("\n")
+    )
+    own = (row for row in complete if row.get("model") == model_spec.name and row.get("recipe") == model_spec.recipe)
     return sorted(own, key=lambda row: float(row["timestamp"]))
+
+
+_NUMBERS = ("timestamp", "input_length", "output_length", "characters", "turns")
+
+
+def _record(line: str, file: Path, number: int) -> RequestRecord:
+    """Return one captured request; raise InputError if a number of it is missing or impossible."""
+    try:
+        row = plain_data.parse_json_object(line)
+        for name in _NUMBERS:
+            if not 0 <= row[name] < 2**53:
+                raise ValueError(f"{name} is {row[name]}")
+        if not all(isinstance(one, int) for one in row["hash_ids"]):
+            raise ValueError("a block id is not a number")
+        return row
+    except (LookupError, TypeError, ValueError) as error:
+        hint = "capture the traffic again, or remove the line"
+        raise InputError(f"{file}:{number}: not a captured request: {error!r}"[:500], hint=hint) from None
 
 
 def features(records: Sequence[RequestRecord]) -> list[RequestFeatures]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import json
 import os
 import re
 import shutil
@@ -143,7 +142,7 @@ def _listing_of_snapshot(wanted: HubId) -> dict[str, _File]:
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names |= set(json.loads(index.read_text())["weight_map"].values())
+        names |= hub_files.indexed(index)
     return {name: _File(0, "") for name in names}
 
 

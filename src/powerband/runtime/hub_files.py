@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
+from powerband import untrusted
+from powerband.core import plain_data
 from powerband.core.hub_id import HubId
 from powerband.errors import InputError
 
@@ -64,6 +66,19 @@ def loaded(names: Iterable[str]) -> list[str]:
     """Return the safetensors that engines load; some repositories have a second copy, `consolidated*.safetensors`."""
     found = sorted(name for name in names if name.endswith(".safetensors"))
     return [name for name in found if not name.startswith("consolidated")] or found
+
+
+def indexed(path: Path) -> set[str]:
+    """Return the shards that an index of safetensors names; raise InputError if one would not be beside it."""
+    try:
+        index = plain_data.parse_json_object(untrusted.text(path, max_bytes=untrusted.MAX_CONFIG_BYTES))
+    except ValueError as error:
+        raise InputError(f"{path} is not valid JSON: {error}", hint="download it again") from None
+    names = index.get("weight_map")
+    found = set(map(str, names.values())) if isinstance(names, dict) else set()
+    if odd := [name for name in found if PurePosixPath(name).name != name]:
+        raise InputError(f"{path} names a file in another folder: {odd[0][:100]}", hint="download it again")
+    return found
 
 
 def needed(names: Iterable[str], wanted: HubId) -> list[str]:

@@ -6,6 +6,8 @@ import asyncio
 
 import h11
 
+MAX_BYTES = 16 * 2**20  # vLLM's page has about 0.1 MB
+
 
 async def read(host: str, port: int, path: str) -> str:
     """Return the body, or nothing if the status is not 200; wait as long as the server needs. Raise OSError."""
@@ -22,8 +24,10 @@ async def read(host: str, port: int, path: str) -> str:
                 status = event.status_code
             elif isinstance(event, h11.Data):
                 body += event.data
+                if len(body) > MAX_BYTES:
+                    raise ConnectionResetError(f"{host}:{port}{path} has more than {MAX_BYTES:,} bytes")
     except h11.RemoteProtocolError as error:  # such as an end in the middle
         raise ConnectionResetError(f"{host}:{port}: {error}") from None
     finally:
         writer.close()
-    return body.decode() if status == 200 else ""
+    return body.decode(errors="replace") if status == 200 else ""

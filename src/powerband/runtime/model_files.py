@@ -8,13 +8,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-from powerband import catalog
-from powerband.core import gguf, hub_id
+from powerband import catalog, untrusted
+from powerband.core import gguf, hub_id, plain_data
 from powerband.core.hub_id import HubId
 from powerband.core.model import Model, from_config_json, from_gguf
 from powerband.errors import InputError
 from powerband.runtime import file_digests, hub_files, installations
 
+_MAX_NAME = 255
 _TEXTS = ("*.jinja", "tokenizer*", "*.txt", "*.model", "*.py")
 
 
@@ -34,20 +35,27 @@ def inspect(source: str) -> Model:
 
 def location(source: str) -> Path | None:
     """Return where a model's files are on this machine; None for a hub id that was not downloaded."""
-    path = Path(source).expanduser()
+    path = _path(source)
     found = None if path.exists() else hub_id.parse(source)
     return hub_files.snapshot(found) if found else path
 
 
+def _path(source: str) -> Path:
+    """Return a model's source as a path; raise InputError for one that the system refuses to look for."""
+    if "\0" in source or any(len(part) > _MAX_NAME for part in source.split("/")):
+        raise InputError(f"{source[:100]!r}... is no path", hint="give a GGUF file, a model directory, or a hub id")
+    return Path(source).expanduser()
+
+
 def absolute_source(source: str) -> str:
     """Return the absolute path of a local model; a hub id is returned unchanged."""
-    path = Path(source).expanduser()
+    path = _path(source)
     return str(path.resolve()) if path.exists() else source
 
 
 def architecture(source: str) -> Model:
     """Return a model's architecture without its weights: from local files, a cache, the catalogue or the hub."""
-    path = Path(source).expanduser()
+    path = _path(source)
     if path.is_file() and path.suffix == ".json":
         return from_config_json(_json(path), source=str(path), weight_bytes=None)
     if path.is_dir() and (path / "config.json").is_file():
@@ -121,7 +129,7 @@ def path_digest(path: Path) -> str:
 
 def _is_hub_id(source: str) -> bool:
     """Return whether a source is a hub id; a path that exists is not."""
-    return hub_id.parse(source) is not None and not Path(source).expanduser().exists()
+    return hub_id.parse(source) is not None and not _path(source).exists()
 
 
 def _weights(folder: Path) -> list[Path]:
@@ -137,7 +145,7 @@ def _complete(path: Path) -> bool:
     wanted = {"config.json", *(name for one in found for name in _with_shards(one))}
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        wanted.update(_json(index).get("weight_map", {}).values())
+        wanted.update(hub_files.indexed(index))
     return bool(found) and all((path / name).is_file() for name in wanted)
 
 
@@ -192,6 +200,6 @@ def _directory(path: Path) -> Model:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text()))
+        return plain_data.parse_json_object(untrusted.text(path, max_bytes=untrusted.MAX_CONFIG_BYTES), finite=False)
     except ValueError as error:
         raise InputError(f"{path} is not valid JSON: {error}", hint="download it again") from None

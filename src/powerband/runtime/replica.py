@@ -155,9 +155,18 @@ class Replica:
         pages = {}
         for path in self.engine.gauge_pages:
             with contextlib.suppress(httpx.HTTPError):
-                answer = await self._http.get(path, timeout=10)
-                pages[path] = answer.text if answer.status_code == 200 else ""
+                pages[path] = await self._page(path)
         return self.engine.gauges(pages)
+
+    async def _page(self, path: str) -> str:
+        """Return the text of a page of metrics; nothing of one over the limit or with another status than 200."""
+        data = bytearray()
+        async with self._http.stream("GET", path, timeout=10) as answer:
+            async for part in answer.aiter_bytes():
+                data += part
+                if len(data) > local_page.MAX_BYTES:
+                    return ""
+            return data.decode(errors="replace") if answer.status_code == 200 else ""
 
     async def server_name(self) -> str:
         """Return the server's `server` header; empty if it sends none."""

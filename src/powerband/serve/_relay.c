@@ -33,6 +33,7 @@
 #define MOST_UNSENT (1 << 20)
 #define MAX_HEAD 65536
 #define MAX_CHUNK (8 << 20)
+#define MAX_LENGTH (1LL << 40)
 #define PAUSE_MS 100
 #define TAIL 1024 /* bytes at the end of a response that have its `usage` */
 #define USAGE "x-powerband-usage"
@@ -207,14 +208,27 @@ static int pass(Pair *pair, size_t size) {
     return 0;
 }
 
+/* Return the number that a text begins with, which a character after its end terminates; -1: none, or over a limit. */
+static long long number_in(const char *at, const char *end, int base, long long limit) {
+    long long found = -1;
+    for (; at < end; at++) {
+        int digit = *at >= '0' && *at <= '9' ? *at - '0' : (*at | 32) >= 'a' && (*at | 32) <= 'f' ? (*at | 32) - 'a' + 10 : base;
+        if (digit >= base) break;
+        found = (found < 0 ? 0 : found) * base + digit;
+        if (found > limit) return -1;
+    }
+    return at == end || memchr(" \t\r;", *at, 4) ? found : -1;
+}
+
 /* Parse response headers; 1: complete, 0: more bytes are needed, -1: malformed. */
 static int read_head(Pair *pair) {
     char *data = pair->in.data + pair->in.start;
     char *end = memmem(data, pair->in.size, "\r\n\r\n", 4);
     if (!end) return pair->in.size > MAX_HEAD ? -1 : 0;
     size_t size = (size_t)(end - data) + 4, length = 0;
-    int status = size > 12 ? atoi(data + 9) : 0;
+    long long status = size > 12 && !memcmp(data, "HTTP/1.", 7) ? number_in(data + 9, data + size, 10, 999) : -1;
     const char *value;
+    if (status < 100) return -1;
     if (status >= 100 && status < 200) return pass(pair, size) ? -1 : 1;
     pair->head = size;
     value = header(data, size, "content-type", &length);
@@ -223,7 +237,7 @@ static int read_head(Pair *pair) {
     if (contains(value, length, "chunked")) pair->state = CHUNKED;
     else if ((value = header(data, size, "content-length", &length))) {
         pair->state = LENGTH;
-        pair->left = atoll(value);
+        if ((pair->left = number_in(value, value + length, 10, MAX_LENGTH)) < 0) return -1;
     } else if (status == 204 || status == 304) {
         pair->state = LENGTH;
         pair->left = 0;
@@ -264,9 +278,8 @@ static int digest(Pair *pair) {
         } else if (pair->state == CHUNKED) {
             char *line = there ? memmem(body, there, "\r\n", 2) : NULL;
             if (!line) return there > 64 ? -1 : 0;
-            char *stop;
-            unsigned long long size = strtoull(body, &stop, 16);
-            if (stop == body || size > MAX_CHUNK) return -1;
+            long long size = number_in(body, line, 16, MAX_CHUNK);
+            if (size < 0) return -1;
             size_t whole = (size_t)(line - body) + 2 + (size_t)size + 2;
             if (!size) { /* trailers end with an empty line */
                 char *end = memmem(line, there - (size_t)(line - body), "\r\n\r\n", 4), trailer[128];
@@ -297,10 +310,10 @@ static int digest(Pair *pair) {
     }
 }
 
-/* After a redirect: send the rest of it, then read until the client closes the connection. */
+/* Without an engine: send what is left, and after a redirect read until the client closes the connection. */
 static void end_redirect(Pair *pair) {
     if (flush(&pair->client)) { bury(pair, 1); return; }
-    if (!pair->client.out.size) shutdown(pair->client.fd, SHUT_WR);
+    if (!pair->client.out.size && !pair->redirect) shutdown(pair->client.fd, SHUT_WR);
     arm(&pair->client, EPOLLIN | (pair->client.out.size ? EPOLLOUT : 0));
 }
 
@@ -309,8 +322,7 @@ static void redirect(Pair *pair, const char *response) {
     if (pair->engine.fd >= 0) close(pair->engine.fd);
     pair->engine.fd = -1;
     pair->redirect = pair->asked ? NULL : response;
-    if (!pair->asked) arm(&pair->client, EPOLLIN);
-    else if (grow(&pair->client.out, response, strlen(response))) bury(pair, 1);
+    if (pair->asked && grow(&pair->client.out, response, strlen(response))) bury(pair, 1);
     else end_redirect(pair);
 }
 
@@ -413,6 +425,28 @@ static void redirect_waiting(int signals) {
     }
 }
 
+/* Handle what epoll reports about one side of a pair. */
+static void handle(Side *side, uint32_t events, char *scratch) {
+    Pair *pair = side->pair;
+    if (pair->dead || side->fd < 0) return;
+    if (events & EPOLLOUT && flush(side)) {
+        if (side == &pair->engine) engine_gone(pair, errno);
+        else bury(pair, 1);
+        return;
+    }
+    if (events & EPOLLOUT && pair->engine.fd < 0 && !pair->client.shut) end_redirect(pair);
+    if (pair->dead) return;
+    if (side == &pair->client && side->shut) {
+        if (!side->out.size || events & (EPOLLERR | EPOLLHUP)) bury(pair, 0);
+        return;
+    }
+    if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
+        if (side == &pair->engine) from_engine(pair, scratch);
+        else from_client(pair, scratch);
+    }
+    if (!pair->dead && !pair->client.shut) rearm(pair);
+}
+
 static void serve(int listener, const struct sockaddr_in *engine) {
     static char scratch[READ_SIZE];
     struct epoll_event found[256], event = {.events = EPOLLIN, .data.ptr = NULL}, nothing = {.events = 0, .data.ptr = NULL};
@@ -441,24 +475,7 @@ static void serve(int listener, const struct sockaddr_in *engine) {
                 continue;
             }
             if (side == &hangs) { redirect_waiting(signals); continue; }
-            Pair *pair = side->pair;
-            if (pair->dead || side->fd < 0) continue;
-            if (found[i].events & EPOLLOUT && flush(side)) {
-                if (side == &pair->engine) engine_gone(pair, errno);
-                else bury(pair, 1);
-                continue;
-            }
-            if (found[i].events & EPOLLOUT && pair->engine.fd < 0 && !pair->client.shut) end_redirect(pair);
-            if (pair->dead) continue;
-            if (side == &pair->client && side->shut) {
-                if (!side->out.size || found[i].events & (EPOLLERR | EPOLLHUP)) bury(pair, 0);
-                continue;
-            }
-            if (found[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
-                if (side == &pair->engine) from_engine(pair, scratch);
-                else from_client(pair, scratch);
-            }
-            if (!pair->dead && !pair->client.shut) rearm(pair);
+            handle(side, found[i].events, scratch);
         }
         while (graveyard) {
             Pair *pair = graveyard;

@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import Any, TypeVar
 
-from powerband import catalog, engines
+from powerband import catalog, engines, untrusted
 from powerband.core.deployment import Deployment
 from powerband.core.document import HEADER, Document, read_header
 from powerband.errors import DocumentError, InputError, did_you_mean
@@ -45,14 +45,7 @@ def _class_of(kind: str) -> type[Document]:
 
 def read(path: str | Path) -> Document:
     """Read a document; its header gives the kind."""
-    path = Path(path)
-    try:
-        text = path.read_text("utf-8")
-    except FileNotFoundError:
-        raise InputError(f"file {path} not found", hint="check the path") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}", hint="a document is a text file") from None
-    return parse(text, source=str(path))
+    return parse(untrusted.text(Path(path)), source=str(path))
 
 
 def read_as(kind: type[D], path: str | Path) -> D:
