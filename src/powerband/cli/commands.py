@@ -15,7 +15,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Measure": ("run", "bench", "quantize", "evaluate", "diff", "import"),
     "Tune": ("tune", "verify"),
     "Serve": ("serve", "key", "rollout", "export"),
-    "Operate": ("top", "observe", "capture"),
+    "Operate": ("top", "observe", "capture", "scale"),
     "Documents": ("check", "show", "schema"),
 }
 

@@ -334,7 +334,7 @@ def _of_trace(workload: Workload, count: int, vocabulary: Vocabulary, base: Path
     text = _TraceText(workload, vocabulary)
     recorded, outputs = array("d"), array("I")
     max_rows = min(workload.trace.first or count, count)
-    for when, prompt, output, ids in _rows(workload.trace, base):
+    for when, prompt, output, ids in trace_rows(workload.trace, base):
         recorded.append(when)
         text.lengths.append(max(1, prompt))
         outputs.append(max(1, output))
@@ -359,16 +359,27 @@ def _of_trace(workload: Workload, count: int, vocabulary: Vocabulary, base: Path
     return Traffic(workload, due, text.lengths, outputs, text, _adapters(workload, count))
 
 
-def _rows(trace: Trace, base: Path) -> Iterator[tuple[float, int, int, Sequence[int]]]:
+def trace_rows(trace: Trace, base: Path) -> Iterator[tuple[float, int, int, Sequence[int]]]:
+    """Yield arrival time, prompt tokens, output tokens and block ids of each request of a trace file."""
     path = base / trace.path
     if path.suffix == ".csv":
         with _open(path) as stream:
             for row in csv.DictReader(stream):
-                arrived = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26])
-                yield arrived.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"]), ()
+                try:
+                    yield *_csv_row(row), ()
+                except (KeyError, TypeError, ValueError):
+                    hint = "columns: arrived_s,prompt_tokens,output_tokens or TIMESTAMP,ContextTokens,GeneratedTokens"
+                    raise InputError(f"{path}: this row is not a request: {row}", hint=hint) from None
         return
     for row in _jsonl(path):
         yield row["timestamp"] / 1000, row["input_length"], row["output_length"], row.get("hash_ids", ())
+
+
+def _csv_row(row: dict[str, str]) -> tuple[float, int, int]:
+    if "arrived_s" in row:
+        return float(row["arrived_s"]), int(row["prompt_tokens"]), int(row["output_tokens"])
+    arrived = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26])
+    return arrived.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"])
 
 
 def _open(path: Path) -> Any:
@@ -392,7 +403,7 @@ def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
 def recorded_rate(workload: Workload, *, base: Path | None = None) -> float:
     """Return the mean rate of a trace at its recorded speed."""
     assert workload.trace is not None
-    times = [row[0] for row in _rows(workload.trace, base or Path())][: workload.trace.first]
+    times = [row[0] for row in trace_rows(workload.trace, base or Path())][: workload.trace.first]
     return max(1, len(times) - 1) / max(1e-9, times[-1] - times[0])
 
 
@@ -405,4 +416,4 @@ def preview_count(workload: Workload, *, base: Path | None = None) -> int:
     """Return how many requests a preview shows: all of a trace, a thousand otherwise."""
     if workload.trace is None:
         return 1000
-    return workload.trace.first or sum(1 for _ in _rows(workload.trace, base or Path()))
+    return workload.trace.first or sum(1 for _ in trace_rows(workload.trace, base or Path()))

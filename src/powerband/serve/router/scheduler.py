@@ -230,7 +230,9 @@ class RequestScheduler:
                 )
                 self.contexts[request_id] = self._by_queued[context.queued] = context
                 self.overflows += context.overflowed
+                self.pools[model.name].turned_away += context.overflowed
                 return context
+        self.pools[model.name].turned_away += 1
         wait_s = min(waits_s)
         predicted = f"predicted wait {round(wait_s, 2):g} s" if math.isfinite(wait_s) else "no replica is ready"
         self._count_rejection("overload")
