@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
 from powerband.core.fleet import PRIORITIES
 from powerband.serve.router.capture import TrafficCapture
@@ -187,10 +187,14 @@ class Telemetry:
         yield wanted
         scaling = self.replica_status.get("scaling", {})
         for field, help_text in _SCALING_METRICS.items():
-            decided = GaugeMetricFamily(f"powerband_autoscaler_{field}", help_text, labels=["model", "follows"])
+            decided = GaugeMetricFamily(f"powerband_autoscaler_{field}", help_text, labels=["model"])
             for model, decision in scaling.items():
-                decided.add_metric([model, decision["followed"]], decision[field])
+                decided.add_metric([model], decision[field])
             yield decided
+        reason = InfoMetricFamily("powerband_autoscaler", "what the autoscaler follows", labels=["model"])
+        for model, decision in scaling.items():
+            reason.add_metric([model], {"follows": decision["followed"]})
+        yield reason
 
     def exposition(self, scheduler: RequestScheduler) -> bytes:
         """Return all metrics in Prometheus' text format."""
