@@ -84,12 +84,20 @@ class Result:
     def row(self) -> str:
         """Return the result on a few lines."""
         one = self.finding
-        lines = [f"{self.fault.engine} {self.fault.name}: found as number {self.rank or '-'} of {', '.join(self.named[:4])}"]
+        lines = [
+            f"{self.fault.engine} {self.fault.name}: found as number {self.rank or '-'} of {', '.join(self.named[:4])}"
+        ]
         if one is not None:
             said = f"{one.effect.factor.low:.2f} to {one.effect.factor.high:.2f}" if one.effect.factor else "no figure"
-            measured = f"{self.ratio:.2f}" if self.ratio is not None else f"failed {self.before.get('failed', 0):.0%} -> {self.after.get('failed', 0):.0%}"
+            measured = (
+                f"{self.ratio:.2f}"
+                if self.ratio is not None
+                else f"failed {self.before.get('failed', 0):.0%} -> {self.after.get('failed', 0):.0%}"
+            )
             lines.append(f"    change {one.change.short}")
-            lines.append(f"    {one.effect.metric}: said x {said}, measured x {measured} {'(as said)' if self.as_said else '(not as said)'}")
+            lines.append(
+                f"    {one.effect.metric}: said x {said}, measured x {measured} {'(as said)' if self.as_said else '(not as said)'}"
+            )
         return "\n".join(lines)
 
 

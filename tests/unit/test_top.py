@@ -53,3 +53,9 @@ def test_gpus_of_a_replica_are_shown_below_its_name() -> None:
 def test_unknown_figures_are_not_shown() -> None:
     text = shown({"replicas": [REPLICA | {"about": ABOUT | {"ttft_s": None, "usd_per_h": 0.0}}]})
     assert "first token" not in text and "an hour" not in text
+
+
+def test_what_the_autoscaler_wants_is_shown_with_its_reason() -> None:
+    reason = "8: follows the peak of the last 60 s, at 71% of the cost of the best fixed size, 12; 2 more in 57 s"
+    text = " ".join(shown(STATUS | {"scaling": {"smollm2": {"reason": reason}}}).split())
+    assert f"smollm2 scales to {reason}" in text

@@ -15,7 +15,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Measure": ("run", "bench", "quantize", "evaluate", "diff", "import"),
     "Tune": ("tune", "verify"),
     "Serve": ("serve", "picker", "key", "rollout", "export"),
-    "Operate": ("diagnose", "top", "observe", "capture"),
+    "Operate": ("diagnose", "top", "observe", "capture", "scale"),
     "Documents": ("check", "show", "schema"),
 }
 

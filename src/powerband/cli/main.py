@@ -28,6 +28,7 @@ from powerband.cli import (
     quantize,
     rollout,
     run,
+    scale,
     schema,
     selftest,
     serve,
@@ -50,6 +51,7 @@ app = typer.Typer(
     epilog="Exit codes: powerband list exit-codes",
 )
 app.add_typer(engine.app, name="engine")
+app.add_typer(scale.app, name="scale")
 for _name, _function, _examples in (
     ("doctor", doctor.doctor, "powerband doctor"),
     (

@@ -109,8 +109,9 @@ def _title(status: dict[str, Any]) -> str:
         costs.append(f"${usd_per_h:.2f}/h")
     costs.append(f"${sum(one['usd'] for one in status.get('tenants', {}).values()):.4f} billed to tenants")
     counts.append(f"{_size(psutil.virtual_memory().available)} memory free")
+    scaling = [f"{escape(name)} scales to {escape(one['reason'])}" for name, one in status.get("scaling", {}).items()]
     problems = [f"[bold red]problem:[/] {escape(one)}" for one in status.get("problems", ())]
-    return "\n".join([", ".join(counts), ", ".join(costs), *problems])
+    return "\n".join([", ".join(counts), ", ".join(costs), *scaling, *problems])
 
 
 def _size(count: int | None) -> str:

@@ -25,6 +25,12 @@ class Served(Value):
     max_replicas: int | None = Field(
         default=None, ge=1, description="autoscale up to this number; if omitted, the number is fixed"
     )
+    initial_replicas: int | None = Field(
+        default=None, ge=0, description="replicas to begin with, if it autoscales; default: the minimum"
+    )
+    attainment: float | None = Field(
+        default=None, gt=0, lt=1, description="share of the requests to serve within the SLO when autoscaling"
+    )
     warm: int = Field(default=0, ge=0, description="standby replicas: started, but without traffic until needed")
     in_flight: int | None = Field(
         default=None, ge=1, description="maximum concurrent requests per replica; if omitted, as measured by the recipe"

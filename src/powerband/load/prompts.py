@@ -348,7 +348,7 @@ def _of_trace(workload: Workload, count: int, vocabulary: Vocabulary, base: Path
     text = _TraceText(workload, vocabulary)
     recorded, outputs = array("d"), array("I")
     max_rows = min(workload.trace.first or count, count)
-    for when, prompt, output, ids in _rows(workload.trace, base):
+    for when, prompt, output, ids in trace_rows(workload.trace, base):
         recorded.append(when)
         text.lengths.append(max(1, prompt))
         outputs.append(max(1, output))
@@ -373,21 +373,23 @@ def _of_trace(workload: Workload, count: int, vocabulary: Vocabulary, base: Path
     return Traffic(workload, due, text.lengths, outputs, text, _adapters(workload, count))
 
 
-def _rows(trace: Trace, base: Path) -> Iterator[tuple[float, int, int, Sequence[int]]]:
+def trace_rows(trace: Trace, base: Path) -> Iterator[tuple[float, int, int, Sequence[int]]]:
     """Yield arrival time, prompt tokens, output tokens and block ids; raise InputError for an impossible row."""
     path = base / trace.path
     rows: Iterator[dict[str, Any]] = csv.DictReader(untrusted.lines(path)) if path.suffix == ".csv" else _jsonl(path)
-    read, number = _azure if path.suffix == ".csv" else _mooncake, 0
+    read, number = _csv_row if path.suffix == ".csv" else _mooncake, 0
     try:
         for row in rows:
             number += 1
             yield _checked(*read(row))
     except _MALFORMED as error:
-        hint = "use a Mooncake JSONL or an Azure CSV file"
+        hint = "use Mooncake's JSONL, Azure's CSV, or a CSV with columns arrived_s,prompt_tokens,output_tokens"
         raise InputError(f"{path}: request {number} is not usable: {error!r}"[:500], hint=hint) from None
 
 
-def _azure(row: dict[str, Any]) -> tuple[float, int, int, Sequence[int]]:
+def _csv_row(row: dict[str, Any]) -> tuple[float, int, int, Sequence[int]]:
+    if "arrived_s" in row:
+        return float(row["arrived_s"]), int(row["prompt_tokens"]), int(row["output_tokens"]), ()
     arrived = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26])
     return arrived.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"]), ()
 
@@ -417,7 +419,7 @@ def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
 def recorded_rate(workload: Workload, *, base: Path | None = None) -> float:
     """Return the mean rate of a trace at its recorded speed."""
     assert workload.trace is not None
-    times = [row[0] for row in _rows(workload.trace, base or Path())][: workload.trace.first]
+    times = [row[0] for row in trace_rows(workload.trace, base or Path())][: workload.trace.first]
     return max(1, len(times) - 1) / max(1e-9, times[-1] - times[0])
 
 
@@ -430,4 +432,4 @@ def preview_count(workload: Workload, *, base: Path | None = None) -> int:
     """Return how many requests a preview shows: all of a trace, a thousand otherwise."""
     if workload.trace is None:
         return 1000
-    return workload.trace.first or sum(1 for _ in _rows(workload.trace, base or Path()))
+    return workload.trace.first or sum(1 for _ in trace_rows(workload.trace, base or Path()))

@@ -19,7 +19,7 @@ from powerband.core.recipe import Recipe
 from powerband.errors import InputError
 from powerband.launchers import local, recipe_devices
 from powerband.runtime import devices, leases
-from powerband.serve.control.autoscaler import ScalingPolicy
+from powerband.serve.autoscaling.policy import DEFAULT_ATTAINMENT, ScalingPolicy
 from powerband.serve.router.pool import RequestProfile
 from powerband.store import documents, runs
 
@@ -48,6 +48,8 @@ class ModelSpec:
     routing: Routing = "prefix"
     fallback: str = ""
     max_replicas: int | None = None
+    initial_replicas: int | None = None  # default: `replicas`
+    attainment: float = DEFAULT_ATTAINMENT  # share of the requests that the autoscaler serves within the SLO
     warm: int = 0  # standby replicas: started, without traffic
     start_s: float = 10.0
     start_timeout_s: float = 600.0
@@ -70,12 +72,25 @@ class ModelSpec:
         """Tell whether the model autoscales."""
         return self.max_replicas is not None
 
+    @property
+    def first_replicas(self) -> int:
+        """Return the number of replicas to begin with."""
+        if self.max_replicas is None or self.initial_replicas is None:
+            return self.replicas
+        return max(self.replicas, min(self.max_replicas, self.initial_replicas))
+
     def scaling_policy(self) -> ScalingPolicy:
         """Return the autoscaling policy; only for a model that scales."""
         assert self.max_replicas is not None
         rate_per_s = self.rate_per_s or self.in_flight / 2
         return ScalingPolicy(
-            rate_per_s, self.in_flight, self.start_s, min_replicas=self.replicas, max_replicas=self.max_replicas
+            rate_per_s,
+            self.in_flight,
+            self.start_s,
+            min_replicas=self.replicas,
+            max_replicas=self.max_replicas,
+            attainment=self.attainment,
+            queue_timeout_s=self.queue_timeout_s,
         )
 
     @classmethod
@@ -175,7 +190,7 @@ def resolve(
 
 def model_of_recipe(recipe: Recipe, path: Path) -> ModelSpec:
     """Return what a picker needs to know of a recipe whose replicas others start."""
-    deployment, measured = engines.deployment_of(recipe.deployment), _measured_fields(recipe)
+    deployment, measured = engines.deployment_of(recipe.deployment), measured_fields(recipe)
     if measured["in_flight"] is None:
         raise InputError(
             f"{path} does not say how many requests a replica has in flight",
@@ -231,7 +246,7 @@ def _with_cores(model: ModelSpec, share: int | None) -> ModelSpec:
 def _model(name: str, served: Served, path: Path, report: Callable[[str], None]) -> ModelSpec:
     document = documents.read(str(path))
     if isinstance(document, Recipe):
-        deployment, measured = engines.deployment_of(document.deployment), _measured_fields(document)
+        deployment, measured = engines.deployment_of(document.deployment), measured_fields(document)
         recipe_devices.require(document, deployment, devices.this_host())
     elif isinstance(document, Deployment):
         deployment, measured = document, {}
@@ -261,7 +276,10 @@ def _model(name: str, served: Served, path: Path, report: Callable[[str], None])
         routing=served.routing,
         fallback=served.fallback,
         max_replicas=served.max_replicas,
+        initial_replicas=served.initial_replicas,
+        attainment=served.attainment or DEFAULT_ATTAINMENT,
         warm=served.warm,
+        start_s=prepared.engine.typical_start_s,
         start_timeout_s=prepared.start_timeout_s,
         devices=prepared.footprint.devices,
         device_free_bytes=prepared.footprint.gpu_free_bytes,
@@ -278,7 +296,7 @@ def _alone(deployment: Deployment[Any]) -> Deployment[Any]:
     return deployment.model_copy(update={"placement": deployment.placement.model_copy(update={"replicas": 1})})
 
 
-def _measured_fields(recipe: Recipe) -> dict[str, Any]:
+def measured_fields(recipe: Recipe) -> dict[str, Any]:
     """Return the ModelSpec fields of one replica that follow from a recipe's SLO and measurements."""
     replicas, in_flight = recipe.replicas, recipe.promise.in_flight
     ttft_limits_s = [limit for metric, _, limit in recipe.promise.slo.bounds() if metric == "ttft"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ class PickerLink:
     def __init__(self, socket: Path, *, on_connect: Callable[[], None]) -> None:
         self.socket, self.on_connect = socket, on_connect
         self.report: dict[str, Any] = {}  # the picker's last
+        self.reported_at_s = 0.0  # by the monotonic clock
         self._writer: asyncio.StreamWriter | None = None
 
     @property
@@ -41,7 +43,7 @@ class PickerLink:
             self.on_connect()
             try:
                 while (report := await control_channel.receive(reader)) is not None:
-                    self.report = report
+                    self.report, self.reported_at_s = report, time.monotonic()
             finally:
                 self._writer.close()
                 self._writer = None

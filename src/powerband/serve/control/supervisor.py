@@ -33,7 +33,8 @@ from powerband.errors import PowerbandError
 from powerband.runtime import ray_cluster
 from powerband.runtime.descriptor_store import StoredDescriptors, StoredProcess
 from powerband.serve import envoy, relay
-from powerband.serve.control.autoscaler import Autoscaler, FleetSnapshot
+from powerband.serve.autoscaling.autoscaler import Autoscaler
+from powerband.serve.autoscaling.snapshot import FleetSnapshot
 from powerband.serve.control.local_replica import StoredReplica
 from powerband.serve.control.picker_link import PickerLink
 from powerband.serve.control.replica_slot import ReplicaSlot
@@ -82,8 +83,9 @@ class Supervisor:
         self._write_configuration()
         for name, model_spec in self.spec.models.items():
             in_use, _ = self._slots_of(name)
-            for _ in range(model_spec.replicas - len(in_use)):
+            for _ in range((model_spec.replicas if in_use else model_spec.first_replicas) - len(in_use)):
                 self.add(name, model_spec)
+            in_use, _ = self._slots_of(name)
             self._reconcile(name, max(model_spec.replicas, len(in_use) if model_spec.scales else 0))
         helpers = [
             *(asyncio.create_task(self._respawn(name, self._picker_command(), stored)) for name in _PICKERS),
@@ -286,7 +288,8 @@ class Supervisor:
         while True:
             in_use = [slot.pool for slot in self.slots.values() if not slot.warm]
             wanted = {name: in_use.count(name) for name in self.spec.models}
-            self.picker.send({"replicas": [slot.status() for slot in self.slots.values()], "wanted": wanted})
+            replicas = [slot.status() for slot in self.slots.values()]
+            self.picker.send({"replicas": replicas, "wanted": wanted, "scaling": self._scaling()})
             await asyncio.sleep(_GAUGES_INTERVAL_S)
 
     async def _tick(self) -> None:
@@ -332,9 +335,21 @@ class Supervisor:
             starting=sum(not one.ready for one in in_use),
             waiting=pool["depth"],
             running=sum(pool["running"].values()),
-            arrived=pool["arrived"],
+            arrived=pool["arrived"] + pool["turned_away"],
+            rejected=pool["turned_away"] + pool["expired"],
+            late=pool["late"],
+            at_metrics_s=self.picker.reported_at_s,
         )
-        return autoscaler.desired_replicas(snapshot)
+        before = autoscaler.decision
+        decision = autoscaler.decide(snapshot)
+        if before is None or (before.replicas, before.trusted) != (decision.replicas, decision.trusted):
+            print(f"{name}: {decision.reason}", file=sys.stderr, flush=True)
+        return decision.replicas
+
+    def _scaling(self) -> dict[str, Any]:
+        """Return the last decision of each autoscaler, by model."""
+        decisions = {name: one.decision for name, one in self._autoscalers.items()}
+        return {name: dataclasses.asdict(one) for name, one in decisions.items() if one}
 
     def _slots_of(self, name: str) -> tuple[list[ReplicaSlot], list[ReplicaSlot]]:
         """Return the slots of a model's recipe that are not draining: those in use, and the warm ones."""
@@ -377,6 +392,7 @@ class Supervisor:
             "at": time.time(),
             "picker": self.picker.connected,
             "replicas": [slot.status() for slot in self.slots.values()],
+            "scaling": self._scaling(),
             **self.picker.report,
             "problems": [*filter(None, [self.problem]), *self.picker.report.get("problems", ())],
         }

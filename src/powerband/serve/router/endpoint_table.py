@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from powerband.core.recipe import Recipe, label_value
 from powerband.errors import InputError, PowerbandError
-from powerband.serve.control.autoscaler import Autoscaler, FleetSnapshot
+from powerband.serve.autoscaling.autoscaler import Autoscaler, Decision
+from powerband.serve.autoscaling.snapshot import FleetSnapshot
 from powerband.serve.discovery import Discovered
 from powerband.serve.discovery.scrape import Scraper
 from powerband.serve.router.scheduler import RequestScheduler
@@ -136,16 +137,24 @@ class EndpointTable:
                 )  # one reading may count a request that just ended
                 self._excess[address] = excess
 
-    def replica_status(self, *, leads: bool) -> dict[str, Any]:
-        """Return the endpoints' gauges for the exported metrics, and how many replicas a leader wants."""
+    def replica_status(self, *, leads: bool, late: Mapping[str, int]) -> dict[str, Any]:
+        """Return the endpoints' gauges for the exported metrics, and how many replicas a leader wants.
+
+        `late` has the requests of each model whose first token came after the limit of the SLO.
+        """
         rows = []
         for one in self._found:
             if (model := self.recipes.of(one)) and (reading := self.scraper.readings.get(one.address)):
                 gauges = reading.gauges.model_dump(exclude_none=True)
                 rows.append({"model": model.name, "name": one.name, "gauges": gauges, "start_s": one.start_s})
-        return {"replicas": rows, "wanted": self._wanted() if leads else {}}
+        decisions = self._decisions(late) if leads else {}
+        return {
+            "replicas": rows,
+            "wanted": {name: one.replicas for name, one in decisions.items()},
+            "scaling": {name: asdict(one) for name, one in decisions.items()},
+        }
 
-    def _wanted(self) -> dict[str, int]:
+    def _decisions(self, late: Mapping[str, int]) -> dict[str, Decision]:
         """Return the replicas that each model's load needs, by the promise of its recipe."""
         found = {}
         for name, model in self.recipes.models.items():
@@ -166,7 +175,9 @@ class EndpointTable:
                 starting=len(pool.endpoints) - len(ready),
                 waiting=pool.depth,
                 running=pool.running,
-                arrived=pool.arrived,
+                arrived=pool.arrived + pool.turned_away,
+                rejected=pool.turned_away + pool.expired,
+                late=late.get(name, 0),
             )
-            found[name] = self._autoscalers[name].desired_replicas(snapshot)
+            found[name] = self._autoscalers[name].decide(snapshot)
         return found

@@ -132,6 +132,8 @@ class EndpointPool:
         self._typical_work = typical.work_estimate  # moving average over requests
         self._running_by_priority: Counter[int] = Counter()
         self.arrived = self._dispatched = self._dispatched_to_canaries = 0
+        self.turned_away = 0  # requests that were not queued: rejected at once, or sent to the fallback
+        self.expired = 0  # requests whose queue timeout passed
         self.canary_weight = 0.0  # share of the requests that canaries receive
         self._queues: dict[frozenset[str] | None, _Queue] = {None: []}  # by the addresses that its requests may have
         self._exclusive: list[QueuedRequest] = []  # they may have ended an engine: each gets a replica of its own
@@ -193,6 +195,7 @@ class EndpointPool:
             queued = heapq.heappop(self._deadlines)[2]
             if not queued.done and queued.endpoint is None:
                 self.cancel(queued)
+                self.expired += 1
                 yield queued
 
     def dispatch(self, now_s: float) -> Iterator[QueuedRequest]:

@@ -240,7 +240,9 @@ class RequestScheduler:
                 )
                 self.contexts[request_id] = self._by_queued[context.queued] = context
                 self.overflows += context.overflowed
+                self.pools[model.name].turned_away += context.overflowed
                 return context
+        self.pools[model.name].turned_away += 1
         wait_s = min(waits_s, default=math.inf)
         if math.isinf(wait_s) and not self.waits_for_replicas:
             raise self._no_replica(subset)

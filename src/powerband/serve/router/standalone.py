@@ -167,5 +167,5 @@ def _state(paths: Sequence[Path]) -> list[tuple[str, int]]:
 async def _scale(table: EndpointTable, telemetry: Telemetry, leads: Callable[[], bool]) -> None:
     """Compute how many replicas are wanted: the exported metric that an autoscaler of the cluster reads."""
     while True:
-        telemetry.replica_status = table.replica_status(leads=leads())
+        telemetry.replica_status = table.replica_status(leads=leads(), late=telemetry.late)
         await asyncio.sleep(_SCALE_INTERVAL_S)

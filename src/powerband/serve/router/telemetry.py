@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import time
 from bisect import bisect_left
+from collections import Counter as Counts
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
 from powerband.core.fleet import PRIORITIES
 from powerband.serve.router.capture import TrafficCapture
@@ -32,6 +33,13 @@ _ENGINE_METRICS = {  # engine gauge: metric name, whether it is a counter, help 
     "preemptions": ("powerband_preemptions", True, "requests preempted for lack of KV cache"),
     "spec_drafted_tokens": ("powerband_spec_drafted_tokens", True, "tokens drafted by speculative decoding"),
     "spec_accepted_tokens": ("powerband_spec_accepted_tokens", True, "drafted tokens that were accepted"),
+}
+
+_SCALING_METRICS = {
+    "replicas": "replicas that the autoscaler asks for",
+    "fixed": "the best fixed number of replicas so far, by the autoscaler's ledger",
+    "relative_cost": "cost of what the autoscaler follows, as a share of that of the best fixed number",
+    "trusted": "0 if the request counts are stale or the clock jumped: the number is held",
 }
 
 
@@ -94,6 +102,7 @@ class Telemetry:
         self.registry.register(self)
         self.replica_status: Mapping[str, Any] = {}  # the supervisor's last message about the replicas
         self.done = 0
+        self.late = Counts[str]()  # first tokens after the limit of the SLO, by model
         self._series: dict[tuple[str, str, str, str], _Series] = {}
         self.by_recipe: dict[str, dict[str, Any]] = {}
 
@@ -133,6 +142,7 @@ class Telemetry:
             counts["ttft_s"].append(round(outcome.ttft_s, 4))
             series.ttft.observe(outcome.ttft_s)
             if model.ttft_s is not None:
+                self.late[model.name] += outcome.ttft_s > model.ttft_s
                 self.ttft_late.labels(model.name, "yes" if outcome.ttft_s > model.ttft_s else "no").inc()
             if outcome.tpot_s is not None:
                 series.tpot.observe(outcome.tpot_s)
@@ -178,6 +188,16 @@ class Telemetry:
         for model, count in self.replica_status.get("wanted", {}).items():
             wanted.add_metric([model], count)
         yield wanted
+        scaling = self.replica_status.get("scaling", {})
+        for field, help_text in _SCALING_METRICS.items():
+            decided = GaugeMetricFamily(f"powerband_autoscaler_{field}", help_text, labels=["model"])
+            for model, decision in scaling.items():
+                decided.add_metric([model], decision[field])
+            yield decided
+        reason = InfoMetricFamily("powerband_autoscaler", "what the autoscaler follows", labels=["model"])
+        for model, decision in scaling.items():
+            reason.add_metric([model], {"follows": decision["followed"]})
+        yield reason
 
     def exposition(self, scheduler: RequestScheduler) -> bytes:
         """Return all metrics in Prometheus' text format."""
@@ -218,6 +238,9 @@ class Telemetry:
                 name: {
                     "depth": pool.depth,
                     "arrived": pool.arrived,
+                    "turned_away": pool.turned_away,
+                    "expired": pool.expired,
+                    "late": self.late[name],
                     "wait_s": min(pool.predicted_wait_s(1, now_s), 1e9),
                     "running": {one.name: one.running for one in pool.endpoints.values()},
                 }

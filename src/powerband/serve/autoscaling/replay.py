@@ -1,0 +1,110 @@
+"""Replay a trace: what the autoscaler would have cost, beside the alternatives chosen with hindsight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from powerband.serve.autoscaling import simulation
+from powerband.serve.autoscaling.autoscaler import Autoscaler
+from powerband.serve.autoscaling.bounds import Hindsight
+from powerband.serve.autoscaling.policy import ScalingPolicy
+from powerband.serve.autoscaling.replica_model import Arrival, ReplicaSpeed
+from powerband.serve.autoscaling.simulation import SimulationResult
+
+_MAX_TICKS = 20_000  # of a replay; a longer trace is scaled less often
+_MAX_SLOTS = 2000
+
+
+@dataclass(frozen=True)
+class ReplayRow:
+    """One way of scaling: what it cost and how many requests it served in time."""
+
+    name: str
+    replica_hours: float
+    attainment: float
+    late: int
+    starts: int
+
+
+@dataclass(frozen=True)
+class ReplaySpan:
+    """A span of the timeline under the autoscaler."""
+
+    at_s: float
+    rate_per_s: float
+    replicas: float  # mean, with those that start
+    late: int
+    replica_hours: float  # since the begin
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A trace under the autoscaler, and under the alternatives at the same attainment."""
+
+    requests: int
+    span_s: float
+    policy: ScalingPolicy
+    rows: tuple[ReplayRow, ...]  # the first is the autoscaler
+    spans: tuple[ReplaySpan, ...]
+    last_reason: str
+
+
+def replay(
+    trace: Sequence[Arrival],
+    speed: ReplicaSpeed,
+    policy: ScalingPolicy,
+    *,
+    max_replicas: int | None = None,
+    spans: int = 240,
+) -> Replay:
+    """Replay a trace; the fleet begins with, and never exceeds, `max_replicas`. None: what its peak needs."""
+    span_s = trace[-1].at_s
+    interval_s = max(1.0, span_s / _MAX_TICKS)
+    hindsight = Hindsight(trace, speed, slot_s=max(15.0, span_s / _MAX_SLOTS), interval_s=interval_s)
+    peak = hindsight.peak_sized()
+    most = max(policy.min_replicas, max_replicas or peak.result.max_replicas)
+    policy = replace(policy, max_replicas=most)
+    scaler = Autoscaler(policy)
+    ours = simulation.simulate(
+        trace,
+        speed,
+        scaler.desired_replicas,
+        initial_replicas=most,
+        start_s=policy.start_s,
+        interval_s=interval_s,
+    )
+    start_s = policy.start_s
+    fixed = hindsight.best_fixed(ours.attainment)
+    rule = hindsight.best_threshold(ours.attainment, initial=most, start_s=start_s, most=most)
+    known = hindsight.clairvoyant(ours.attainment, initial=most, start_s=start_s)
+    rows = [_row("autoscaler", ours), _row(f"best fixed ({fixed.name})", fixed.result)]
+    rows += [_row(f"sized for the peak ({peak.name})", peak.result)]
+    rows += [_row(f"best threshold ({rule.name})", rule.result)] if rule else []
+    rows += [_row("clairvoyant, same start time", known.result)] if known else []
+    reason = scaler.decision.reason if scaler.decision else ""
+    return Replay(len(trace), span_s, policy, tuple(rows), _spans(trace, ours, span_s / spans), reason)
+
+
+def _row(name: str, result: SimulationResult) -> ReplayRow:
+    late = result.requests - result.attained
+    return ReplayRow(name, result.replica_s / 3600, result.attainment, late, result.starts)
+
+
+def _spans(trace: Sequence[Arrival], result: SimulationResult, length_s: float) -> tuple[ReplaySpan, ...]:
+    count = int(trace[-1].at_s / length_s) + 1
+    arrived, late, paid_s = [0] * count, [0] * count, [0.0] * count
+    for request, missed in zip(trace, result.late, strict=True):
+        arrived[int(request.at_s / length_s)] += 1
+        late[int(request.at_s / length_s)] += missed
+    for one, following in pairwise(result.timeline):
+        paid_s[int(one.at_s / length_s)] += (one.ready + one.starting) * (following.at_s - one.at_s)
+    found, total_s = [], 0.0
+    for index in range(count):
+        total_s += paid_s[index]
+        begin_s = index * length_s
+        found.append(
+            ReplaySpan(begin_s, arrived[index] / length_s, paid_s[index] / length_s, late[index], total_s / 3600)
+        )
+    return tuple(found)
