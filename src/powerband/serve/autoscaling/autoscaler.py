@@ -161,11 +161,10 @@ class Autoscaler:
         size, why = self._clamped(followed.wanted), self._why(followed)
         relative_cost = self._ledger.relative_cost(self._price_s)
         idle_s = snapshot.at_s - self._last_request_s
-        if not self.policy.min_replicas:
-            if idle_s >= self.policy.idle_s:
-                size, why = 0, f"no request for {idle_s:.0f} s"
-            elif not size and not idle_s:
-                size, why = 1, "a request waits"
+        if not self.policy.min_replicas and idle_s >= self.policy.idle_s:
+            size, why = 0, f"no request for {idle_s:.0f} s"
+        elif not size:
+            size, why = 1, f"the last request came {idle_s:.0f} s ago"
         if missing := size - snapshot.ready - snapshot.starting:
             why += f"; {missing} more in {self.policy.start_s:.0f} s" if missing > 0 else f"; {-missing} fewer"
         self.decision = Decision(size, f"{size}: {why}", self._fixed, followed.name, relative_cost)
