@@ -76,5 +76,5 @@ def test_traces_are_read_in_each_format_and_a_wrong_column_is_named(tmp_path: Pa
     for name in ("azure.csv", "plain.csv", "captured.jsonl"):
         assert [row[1:3] for row in prompts.trace_rows(Trace(path=name), tmp_path)] == [(10, 2)]
     (tmp_path / "wrong.csv").write_text("when,tokens\n1,2\n")
-    with pytest.raises(InputError, match="not a request"):
+    with pytest.raises(InputError, match="request 1 is not usable: it has no 'TIMESTAMP'"):
         list(prompts.trace_rows(Trace(path="wrong.csv"), tmp_path))

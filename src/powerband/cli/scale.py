@@ -62,7 +62,7 @@ def simulate(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Replay recorded traffic: what autoscaling would have cost, and how many requests would have been late.
+    """Replay recorded traffic: the cost of autoscaling, and its late requests.
 
     Beside it stand a fixed fleet, a threshold and a clairvoyant, each the cheapest one with the same attainment.
     """

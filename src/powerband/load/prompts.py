@@ -384,7 +384,8 @@ def trace_rows(trace: Trace, base: Path) -> Iterator[tuple[float, int, int, Sequ
             yield _checked(*read(row))
     except _MALFORMED as error:
         hint = "use Mooncake's JSONL, Azure's CSV, or a CSV with columns arrived_s,prompt_tokens,output_tokens"
-        raise InputError(f"{path}: request {number} is not usable: {error!r}"[:500], hint=hint) from None
+        problem = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise InputError(f"{path}: request {number} is not usable: {problem}"[:500], hint=hint) from None
 
 
 def _csv_row(row: dict[str, Any]) -> tuple[float, int, int, Sequence[int]]:
