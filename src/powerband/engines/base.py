@@ -11,6 +11,7 @@ from packaging.version import InvalidVersion, Version
 
 from powerband.core.deployment import Deployment, EngineConfig
 from powerband.core.engine import (
+    Archive,
     Command,
     EngineSettings,
     Failure,
@@ -116,6 +117,10 @@ class Engine(ABC, Generic[C]):
             f"engine '{self.name}' cannot be installed: it has no program",
             hint="run 'powerband engine install vllm' or 'powerband engine install llamacpp'",
         )
+
+    def prebuilt_plan(self, host: Host, archive: Archive | None = None) -> InstallPlan | None:
+        """Return the commands that install an archive, or the published one for a host; None: there is none."""
+        return None
 
     def program(self, path: str) -> tuple[str, ...]:
         """Return the argv that starts the server, for a program found on PATH or given by the user."""
