@@ -56,7 +56,7 @@ def install(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Install an engine into a separate environment: a published program, or built for this machine."""
+    """Install an engine: a published program, or one built for this machine."""
     import asyncio
 
     from powerband import engines
