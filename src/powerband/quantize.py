@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from powerband import catalog, quantizers
-from powerband.core.engine import StepProgress
+from powerband.core.engine import Installation, StepProgress
 from powerband.core.model import Model
 from powerband.core.variant import Calibration, Lineage
 from powerband.core.workload import Workload
-from powerband.errors import QuantizeFailed
+from powerband.errors import EngineMissing, QuantizeFailed
 from powerband.load import prompts, tokens
 from powerband.quantizers.base import Job, Quantizer
 from powerband.runtime import devices, hub, installations, model_files
@@ -125,10 +125,23 @@ async def _tools(quantizer: Quantizer, model: Model, progress: OnProgress) -> tu
                 tool = quantizers.get(name)
                 found, _ = await installations.install(tool, host=devices.this_host(), progress=progress)  # type: ignore[arg-type]
         else:
-            found = installations.find(name)
+            found = _with_tools(name, conversion=model.format != quantizer.format)
         paths |= found.tools
         versions[found.engine] = found.version
     return paths, versions
+
+
+def _with_tools(engine: str, *, conversion: bool) -> Installation:
+    """Return an installation that has the tools: one on PATH has none, a published archive has no converters."""
+    needed = {"llama-quantize", "llama-imatrix"} | ({"converters"} if conversion else set())
+    found = installations.find(engine)
+    for one in (found, *installations.managed(engine)):
+        if needed <= one.tools.keys():
+            return one
+    missing = ", ".join(sorted(needed - found.tools.keys()))
+    raise EngineMissing(
+        f"{engine} {found.version} comes without {missing}", hint=f"run 'powerband engine install {engine} --compile'"
+    )
 
 
 def _calibration(spec: QuantizeSpec, model: Model) -> tuple[list[str], Calibration]:

@@ -1,18 +1,27 @@
 """Installation of engines: steps, progress, interruption, and concurrent installs."""
 
 import asyncio
+import contextlib
+import functools
+import hashlib
+import http.server
+import io
 import json
 import os
 import stat
 import sys
+import tarfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from powerband import engines
-from powerband.core.engine import InstallPlan, Step, StepProgress
+from powerband.core.engine import Archive, InstallPlan, Step, StepProgress
 from powerband.core.host import Host
+from powerband.engines import rules
 from powerband.errors import EngineMissing, InputError, InstallFailed
 from powerband.runtime import devices, installations
 
@@ -144,3 +153,103 @@ async def test_a_build_for_another_cpu_is_not_used(monkeypatch: pytest.MonkeyPat
     marker.write_text(json.dumps({**facts, "instruction_sets": ["avx9000"]}))
     with pytest.raises(EngineMissing):
         installations.find("llamacpp")
+
+
+def packed(folder: Path, *names: str) -> tuple[Path, str]:
+    """Write an archive as a project publishes it; return it and its SHA-256."""
+    archive = folder / "release.tar.gz"
+    with tarfile.open(archive, "w:gz") as files:
+        for name in names:
+            content = SERVER.encode()
+            member = tarfile.TarInfo(f"llama-b1/{name}")
+            member.size, member.mode = len(content), 0o755
+            files.addfile(member, io.BytesIO(content))
+    return archive, hashlib.sha256(archive.read_bytes()).hexdigest()
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Serve a directory on loopback, as the project's release page does."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    handler.log_message = lambda *_: None  # type: ignore[attr-defined]
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def publish(monkeypatch: pytest.MonkeyPatch, source: str, sha256: str) -> None:
+    """Make an archive the published one for this machine."""
+    host = devices.this_host()
+    one = Archive(version="b1", machine=host.machine, system=host.system, source=source, sha256=sha256, size_bytes=500)
+    facts = rules.facts("llamacpp").model_copy(update={"archives": (one,)})
+    monkeypatch.setattr(rules, "facts", lambda _: facts)
+    monkeypatch.setattr(engines.get("llamacpp"), "install_plan", plan())
+
+
+async def test_a_published_archive_is_preferred(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    archive, sha256 = packed(tmp_path, "llama-server", "llama-quantize")
+    reported: list[StepProgress] = []
+    with served(tmp_path) as url:
+        publish(monkeypatch, f"{url}/{archive.name}", sha256)
+        found, now = await installations.install_engine(
+            engines.get("llamacpp"), host=devices.this_host(), progress=reported.append
+        )
+    assert now and (found.version, found.origin) == ("b1", "managed")
+    assert set(found.tools) == {"llama-server", "llama-quantize"}, "what the archive has"
+    assert found.flags == frozenset({"--port", "--host"})
+    assert reported[0].number == 0 and "about a minute" in reported[0].title
+    assert installations.find("llamacpp") == found
+
+
+@pytest.mark.parametrize("reason", ["digest", "absent", "other"])
+async def test_a_published_archive_that_does_not_work_is_compiled(
+    reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    archive, sha256 = packed(tmp_path, "something" if reason == "other" else "llama-server")
+    source = str(tmp_path / "absent.tar.gz") if reason == "absent" else str(archive)
+    publish(monkeypatch, source, "0" * 64 if reason == "digest" else sha256)
+    reported: list[StepProgress] = []
+    found, now = await installations.install_engine(
+        engines.get("llamacpp"), host=devices.this_host(), progress=reported.append
+    )
+    assert now and found.version == "0.3.36" and found.build == "test"
+    told = {"digest": "has SHA-256", "absent": "cannot be read", "other": "contains no file llama-server"}[reason]
+    assert any(told in one.title for one in reported if one.number == 0), [one.title for one in reported]
+    assert not list((installations.cache_root() / "engines" / "llamacpp" / "b1").glob("*"))
+
+
+async def test_an_archive_of_the_user_is_used_or_refused(tmp_path: Path) -> None:
+    archive, sha256 = packed(tmp_path, "llama-server")
+    given = Archive(version="mine", source=str(archive), sha256=sha256)
+    engine, host = engines.get("llamacpp"), devices.this_host()
+    with pytest.raises(InstallFailed, match="has SHA-256"):
+        await installations.install_engine(engine, host=host, archive=given.model_copy(update={"sha256": "0" * 64}))
+    assert (await installations.install_engine(engine, host=host, archive=given))[0].version == "mine"
+
+
+async def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    publish(monkeypatch, str(tmp_path / "absent"), "0" * 64)
+    engine, host = engines.get("llamacpp"), devices.this_host()
+    await installations.install(engine, host=host)
+    assert await installations.install_engine(engine, host=host) == (installations.find("llamacpp"), False)
+
+
+async def test_a_member_outside_of_the_archive_is_refused(tmp_path: Path) -> None:
+    archive = tmp_path / "hostile.tar"
+    with tarfile.open(archive, "w") as files:
+        member = tarfile.TarInfo("../../escaped/llama-server")
+        files.addfile(member, io.BytesIO())
+    given = Archive(version="x", source=str(archive), sha256=hashlib.sha256(archive.read_bytes()).hexdigest())
+    with pytest.raises(InstallFailed, match="cannot be unpacked"):
+        await installations.install_engine(engines.get("llamacpp"), host=devices.this_host(), archive=given)
+    assert not list(tmp_path.rglob("escaped"))
+
+
+def test_the_engines_found_are_listed_without_running_them(tmp_path: Path) -> None:
+    server = tmp_path / "llama-server"
+    server.write_text("#!/bin/sh\nsleep 60\n")
+    server.chmod(0o755)
+    assert list(installations.summaries()) == [f"llamacpp at {server}"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,7 +15,8 @@ from powerband.cli.options import Json, Quiet, Verbose, choice
 from powerband.cli.output import emit, live, out, stderr
 
 if TYPE_CHECKING:
-    from powerband.core.engine import Installation, StepProgress
+    from powerband.core.engine import Archive, Installation, StepProgress
+    from powerband.engines.base import Engine
 
 app = typer.Typer(help="Install, list and remove inference engines.", no_args_is_help=True, rich_markup_mode=None)
 Name = Annotated[
@@ -39,6 +41,14 @@ def install(
     name: Name,
     *,
     version: Version = None,
+    archive: Annotated[
+        str | None,
+        typer.Option("--archive", metavar="FILE|URL", help="Install the programs of this tar archive; needs --sha256."),
+    ] = None,
+    sha256: Annotated[str | None, typer.Option("--sha256", metavar="DIGEST", help="SHA-256 of --archive.")] = None,
+    compile_here: Annotated[
+        bool, typer.Option("--compile", help="Compile here, even if there is a published program.")
+    ] = False,
     pip_arg: Annotated[
         list[str] | None, typer.Option("--pip-arg", metavar="ARG", help="Argument for pip; repeatable.")
     ] = None,
@@ -46,17 +56,24 @@ def install(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Install an engine into a separate environment, built for this machine."""
+    """Install an engine: a published program, or one built for this machine."""
     import asyncio
 
     from powerband import engines
     from powerband.runtime import devices, installations
 
-    began, host = time.monotonic(), devices.this_host()
+    began, host, engine = time.monotonic(), devices.this_host(), engines.get(name)
+    given = _archive(engine, archive, sha256, version)
     with show_steps(json=json) as progress:
         installation, installed_now = asyncio.run(
-            installations.install(
-                engines.get(name), host=host, version=version, pip_args=tuple(pip_arg or ()), progress=progress
+            installations.install_engine(
+                engine,
+                host=host,
+                version=version,
+                archive=given,
+                compile_here=compile_here,
+                pip_args=tuple(pip_arg or ()),
+                progress=progress,
             )
         )
     if json:
@@ -64,6 +81,21 @@ def install(
         return
     verb = f"installed in {time.monotonic() - began:.0f} s" if installed_now else "was already installed"
     out().print(f"[green]ok[/] {name} {installation.version} {verb}: {installation.home}")
+
+
+def _archive(engine: Engine[Any], source: str | None, sha256: str | None, version: str | None) -> Archive | None:
+    """Return the archive that the user gives; refuse incomplete options."""
+    from powerband.core.engine import Archive
+    from powerband.errors import InputError
+
+    if source is None and sha256 is None:
+        return None
+    example = 'powerband engine install llamacpp --archive FILE --sha256 "$(sha256sum FILE | cut -c-64)"'
+    if source is None or sha256 is None or not re.fullmatch("[0-9a-fA-F]{64}", sha256):
+        raise InputError("--archive and --sha256 go together; a SHA-256 has 64 hexadecimal digits", hint=example)
+    if engine.name != "llamacpp":
+        raise InputError(f"--archive: {engine.name} is installed with pip", hint="use --pip-arg, or --version")
+    return Archive(version=version or f"archive-{sha256[:8].lower()}", source=source, sha256=sha256)
 
 
 @app.command("list", cls=Command, epilog="powerband engine list")
@@ -108,7 +140,14 @@ def show_steps(label: str = "", *, json: bool = False) -> Iterator[Callable[[Ste
         yield step_printer(label, json=json)
         return
     with stderr().status(label) as status:
-        yield lambda step: status.update(Text(label + step_line(step)))
+
+        def show(step: StepProgress) -> None:
+            if step.number == 0:
+                stderr().print(label + step.title, markup=False)
+            else:
+                status.update(Text(label + step_line(step)))
+
+        yield show
 
 
 def step_printer(label: str, *, json: bool = False) -> Callable[[StepProgress], None]:
@@ -126,7 +165,7 @@ def step_printer(label: str, *, json: bool = False) -> Callable[[StepProgress], 
 
 def step_line(step: StepProgress) -> str:
     """Return a line such as '6/11  compile llama.cpp  37%  4 min gone, about 7 min left'."""
-    line = f"{step.number}/{step.total}  {step.title}"
+    line = f"{step.number}/{step.total}  {step.title}" if step.number else step.title
     if step.fraction is not None:
         line += f"  {step.fraction:.0%}"
     if step.elapsed_s >= 1:

@@ -135,14 +135,21 @@ for _name, _function, _examples in (
 
 def _version(value: bool) -> None:
     if value:
+        import platform
+
+        from powerband.runtime import installations
+
         print(f"powerband {__version__}")
+        print(f"Python {platform.python_version()}, {platform.system()} {platform.machine()}")
+        print(f"engines: {', '.join(installations.summaries()) or 'none; see powerband engine install --help'}")
         raise typer.Exit
 
 
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version and the engines found."),
     ] = False,
 ) -> None:
     pass

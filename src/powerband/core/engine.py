@@ -57,7 +57,7 @@ class StepProgress(Value):
     """Progress of a step; reported when the step starts, and about once a second while it runs."""
 
     title: str
-    number: int = Field(ge=1)
+    number: int = Field(ge=0, description="0: what the installation will take, before its first step")
     total: int
     elapsed_s: float = Field(default=0.0, description="since the step started; 0: it starts now")
     fraction: float | None = Field(default=None, description="completed part, from the build tool's output")
@@ -73,6 +73,18 @@ class StepProgress(Value):
         return self.elapsed_s * (1 - self.fraction) / self.fraction if self.fraction else None
 
 
+class Archive(Value):
+    """A published archive of an engine's programs."""
+
+    version: str
+    machine: str = Field(default="", description="of the hosts that it runs on, as `uname -m` says")
+    system: str = "Linux"
+    source: str = Field(description="URL or file")
+    sha256: str = Field(pattern="^[0-9a-fA-F]{64}$")
+    size_bytes: int | None = None
+    unpacked_bytes: int | None = None
+
+
 class InstallPlan(Value):
     """The commands that install one version of an engine on one host, in order."""
 
@@ -85,6 +97,7 @@ class InstallPlan(Value):
     instruction_sets: frozenset[str] = Field(
         default=frozenset(), description="instruction sets that the result requires"
     )
+    expects: str = Field(default="", description="how long it takes and what it downloads, for people")
 
 
 class Installable(Protocol):

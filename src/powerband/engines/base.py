@@ -11,6 +11,7 @@ from packaging.version import InvalidVersion, Version
 
 from powerband.core.deployment import Deployment, EngineConfig
 from powerband.core.engine import (
+    Archive,
     Command,
     EngineSettings,
     Failure,
@@ -130,6 +131,10 @@ class Engine(ABC, Generic[C]):
             where = f"give its program with --engine-path or POWERBAND_{self.name.upper()}"
             return f"install {self.name} by its own guide, or {where}"
         return f"run 'powerband engine install {self.name}" + (f" --version {version}'" if version else "'")
+
+    def prebuilt_plan(self, host: Host, archive: Archive | None = None) -> InstallPlan | None:
+        """Return the commands that install an archive, or the published one for a host; None: there is none."""
+        return None
 
     def program(self, path: str) -> tuple[str, ...]:
         """Return the argv that starts the server, for a program found on PATH or given by the user."""

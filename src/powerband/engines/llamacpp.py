@@ -11,6 +11,7 @@ from pydantic import Field
 from powerband.core import hub_id, plain_data
 from powerband.core.deployment import Deployment, EngineConfig
 from powerband.core.engine import (
+    Archive,
     Command,
     EngineSettings,
     Footprint,
@@ -195,12 +196,11 @@ class LlamaCpp(Engine[LlamaCppConfig]):
 
     def install_plan(self, version: str, host: Host) -> InstallPlan:
         """Build from the source in llama-cpp-python's sdist, for the instruction sets of this CPU."""
-        options = _build_options(host)
+        options, cores = _build_options(host), len(host.cores)
         python, cmake = "{home}/env/bin/python", "{home}/env/bin/cmake"
         sdist = f"{{home}}/source/llama_cpp_python-{version}.tar.gz"
         source = f"{sdist.removesuffix('.tar.gz')}/vendor/llama.cpp"
         wheels = ("cmake", "ninja") if host.compiler else ("cmake", "ninja", "ziglang")
-        tools = ("llama-server", "llama-quantize", "llama-perplexity", "llama-imatrix")
         steps = [
             Step(title="create a virtual environment", argv=("{python}", "-m", "venv", "{home}/env")),
             Step(title="download the build tools", argv=(python, "-m", "pip", "install", "--quiet", *wheels)),
@@ -214,7 +214,7 @@ class LlamaCpp(Engine[LlamaCppConfig]):
             Step(title="configure", argv=(cmake, "-G", "Ninja", "-S", source, "-B", "{home}/build", *options)),
             Step(
                 title="compile llama.cpp",
-                argv=(cmake, "--build", "{home}/build", "--parallel", "{jobs}", "--target", *tools),
+                argv=(cmake, "--build", "{home}/build", "--parallel", "{jobs}", "--target", *_TOOLS),
             ),
             Step(title="install the programs", argv=(cmake, "-E", "rename", "{home}/build/bin", "{home}/bin")),
             Step(
@@ -238,7 +238,27 @@ class LlamaCpp(Engine[LlamaCppConfig]):
             steps=tuple(steps),
             program=("{home}/bin/llama-server",),
             instruction_sets=_usable(host),
-            tools={tool: f"{{home}}/bin/{tool}" for tool in tools} | {"converters": "{home}/convert"},
+            tools={tool: f"{{home}}/bin/{tool}" for tool in _TOOLS} | {"converters": "{home}/convert"},
+            expects=f"compiles for about {max(1, _COMPILE_CORE_MIN // cores)} minutes on {cores} cores; keeps 160 MB",
+        )
+
+    def prebuilt_plan(self, host: Host, archive: Archive | None = None) -> InstallPlan | None:
+        """Unpack an archive of llama.cpp's releases; a host with GPUs gets a build of its own instead."""
+        published = [] if host.gpus else rules.facts(self.name).archives
+        fitting = (one for one in published if (one.machine, one.system) == (host.machine, host.system))
+        if (chosen := archive or next(fitting, None)) is None:
+            return None
+        unpack = ("{python}", "-m", "powerband.runtime.archives", chosen.source, "--sha256", chosen.sha256,
+                  "--program", "llama-server", "--output", "{home}/bin")  # fmt: skip
+        size = f" of {chosen.size_bytes / 1e6:.0f} MB" if chosen.size_bytes else ""
+        return InstallPlan(
+            engine=self.name,
+            version=chosen.version,
+            build=f"prebuilt-{chosen.sha256[:12]}",
+            steps=(Step(title=f"fetch {chosen.source.rpartition('/')[2]}", argv=unpack),),
+            program=("{home}/bin/llama-server",),
+            tools={tool: f"{{home}}/bin/{tool}" for tool in _TOOLS},
+            expects=f"unpacks an archive{size}: about a minute",
         )
 
     def tokenize(self, model: str, text: str) -> Exchange[list[int]]:
@@ -394,6 +414,8 @@ def _best_first(logprobs: list[dict[str, Any]]) -> tuple[tuple[int, float], ...]
 
 # AMX is disabled: GCC 12 drops the stores of llama.cpp's tile configuration, so that the first tile instruction is
 # illegal even on a CPU and kernel that support AMX.
+_TOOLS = ("llama-server", "llama-quantize", "llama-perplexity", "llama-imatrix")
+_COMPILE_CORE_MIN = 44  # proofs/engines-from-nothing: 22 minutes on 2 cores
 _X86_OPTIONS = {
     "SSE42": {"sse4_2"}, "AVX": {"avx"}, "AVX2": {"avx2"}, "BMI2": {"bmi2"}, "FMA": {"fma"}, "F16C": {"f16c"},
     "AVX_VNNI": {"avx_vnni"}, "AVX512": {"avx512f", "avx512cd", "avx512vl", "avx512dq", "avx512bw"},

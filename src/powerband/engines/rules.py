@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field
 
 from powerband.core.document import Value
-from powerband.core.engine import Failure, FailureKind, Gauges, Problem
+from powerband.core.engine import Archive, Failure, FailureKind, Gauges, Problem
 
 
 class Conflict(Value):
@@ -55,6 +55,7 @@ class Facts(Value):
     readings: dict[str, str] = Field(default_factory=dict)
     gauges: dict[str, str] = Field(default_factory=dict)
     histograms: dict[str, str] = Field(default_factory=dict)
+    archives: tuple[Archive, ...] = ()
 
 
 @cache

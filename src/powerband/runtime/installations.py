@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from powerband import engines
-from powerband.core.engine import Command, Installable, Installation, Step, StepProgress
+from powerband.core.engine import Archive, Command, Installable, Installation, InstallPlan, Step, StepProgress
 from powerband.core.host import Host
 from powerband.engines.base import Engine
 from powerband.errors import EngineMissing, InputError, InstallFailed
@@ -78,6 +78,17 @@ def managed(name: str) -> Iterator[Installation]:
                 yield installation
 
 
+def summaries() -> Iterator[str]:
+    """Yield one line for each engine found, without running any: managed ones have a version, others a path."""
+    for name in engines.names():
+        if engines.get(name).builtin:
+            continue
+        yield from (f"{name} {one.version}" for one in managed(name))
+        given = os.environ.get(f"POWERBAND_{name.upper()}")
+        programs = [given] if given else [shutil.which(one) for one in engines.get(name).programs]
+        yield from (f"{name} at {one}" for one in programs if one)
+
+
 def _modified_s(path: Path) -> float:
     return path.stat().st_mtime
 
@@ -122,10 +133,54 @@ async def install(
     progress: OnProgress = lambda _: None,
 ) -> tuple[Installation, bool]:
     """Install an engine or a tool unless it is installed; return it, and whether it was installed now."""
-    name = tool.name
     plan = tool.install_plan(version or tool.default_version or "", host)
+    return await _follow(plan, tool, host=host, pip_args=pip_args, progress=progress)
+
+
+async def install_engine(
+    engine: Engine[Any],
+    *,
+    host: Host,
+    version: str | None = None,
+    archive: Archive | None = None,
+    compile_here: bool = False,
+    pip_args: tuple[str, ...] = (),
+    progress: OnProgress = lambda _: None,
+) -> tuple[Installation, bool]:
+    """Install an engine: `archive` if given; else the published programs for this host; else as `install` does.
+
+    A version that `install` made earlier is kept.
+    """
+    built = engine.install_plan(version or engine.default_version or "", host)
+    plan = engine.prebuilt_plan(host, archive) if archive or not (version or compile_here) else None
+    if plan and (archive or not (_home(built, host) / MARKER).is_file()):
+        try:
+            return await _follow(plan, engine, host=host, progress=progress)
+        except InstallFailed as error:
+            if archive:
+                raise
+            told = error.message.partition("failed: ")[2] or error.message
+            reason = f"{plan.version} is not used ({told}); {built.version} is built instead"
+            progress(StepProgress(title=reason, number=0, total=1))
+    return await _follow(built, engine, host=host, pip_args=pip_args, progress=progress)
+
+
+def _home(plan: InstallPlan, host: Host) -> Path:
     key = json.dumps([plan.build, host.machine, sys.version_info[:2]])
-    home = cache_root() / "engines" / name / f"{plan.version}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+    folder = f"{plan.version}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+    return cache_root() / "engines" / plan.engine / folder
+
+
+async def _follow(
+    plan: InstallPlan,
+    tool: Installable,
+    *,
+    host: Host,
+    pip_args: tuple[str, ...] = (),
+    progress: OnProgress,
+) -> tuple[Installation, bool]:
+    """Run a plan's steps unless its result is installed."""
+    name, home = tool.name, _home(plan, host)
     home.parent.mkdir(parents=True, exist_ok=True)
     waiting = StepProgress(title="wait for another process that installs it", number=1, total=1)
     async with locked(_sibling(home, ".lock"), on_wait=lambda: progress(waiting)):
@@ -135,6 +190,8 @@ async def install(
         home.mkdir()
         log = _sibling(home, ".log")
         log.unlink(missing_ok=True)
+        if plan.expects:
+            progress(StepProgress(title=f"{name} {plan.version}: {plan.expects}", number=0, total=len(plan.steps)))
         for number, step in enumerate(plan.steps, start=1):
             filled = _filled(step, home=home, pip_args=pip_args)
             error = await run_step(filled, log=log, number=number, total=len(plan.steps), progress=progress)
@@ -152,7 +209,7 @@ async def install(
             build=plan.build,
             flags=_flags(program, tool.help_args),
             instruction_sets=plan.instruction_sets,
-            tools={tool: _fill(path, home) for tool, path in plan.tools.items()},
+            tools={tool: path for tool, word in plan.tools.items() if Path(path := _fill(word, home)).exists()},
         )
         if installation.flags is None:
             raise InstallFailed(
