@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ async def main():
     (home / "run").mkdir()
     async with serve.fleet(models, tenants=tenants, folder=home / "run") as fleet:
         await fleet.wait_until_ready(60)
-        stop, codes, least = asyncio.Event(), set(), replicas
+        stop, codes, least, seen = asyncio.Event(), set(), replicas, []
 
         async def user():
             async with httpx.AsyncClient(base_url=fleet.url, trust_env=False, timeout=30) as http:
@@ -42,18 +43,20 @@ async def main():
                                                    timeout_s=60))
         while not task.done():
             await asyncio.sleep(0.05)
-            least = min(least, sum(one["state"] == "ready" for one in fleet.status()["replicas"]))
+            now = [(one["name"], one["recipe"], one["state"]) for one in fleet.status()["replicas"]]
+            seen += [now] if now not in seen[-1:] else []
+            least = min(least, sum(state == "ready" for _, _, state in now))
         await asyncio.sleep(1)
         stop.set()
         await asyncio.gather(*users)
         found, states = await task, [(one["recipe"], one["state"]) for one in fleet.status()["replicas"]]
-        print(json.dumps([found.promoted, found.reason, sorted(codes), least, sorted(states)]))
+        print(json.dumps([found.promoted, found.reason, sorted(codes), [least, seen], sorted(states)]))
 
 asyncio.run(main())
 """
 
 
-def rolled_out(tmp_path: Path, replicas: int) -> list[object]:
+def rolled_out(tmp_path: Path, replicas: int) -> list[Any]:
     """Run the rollout on a host with as many devices as replicas; return what it printed."""
     spec = lab.HostSpec(name="server", devices=(lab.DeviceGroup(device="h100-sxm", count=replicas),), cores=16)
     host = lab.build(lab.Lab(hosts=(spec,), time_scale=0.02), tmp_path / "lab")["server"]
@@ -74,13 +77,13 @@ def rolled_out(tmp_path: Path, replicas: int) -> list[object]:
 
 
 def test_old_replicas_give_way_one_at_a_time(tmp_path: Path) -> None:
-    promoted, reason, codes, least, states = rolled_out(tmp_path, 3)
+    promoted, reason, codes, (least, seen), states = rolled_out(tmp_path, 3)
     assert promoted, reason
-    assert codes == [200] and least == 2
+    assert codes == [200] and least == 2, seen
     assert states == 3 * [["llama (new)", "ready"]]
 
 
 def test_the_last_replica_does_not_give_way(tmp_path: Path) -> None:
-    promoted, reason, codes, least, states = rolled_out(tmp_path, 1)
+    promoted, reason, codes, (least, seen), states = rolled_out(tmp_path, 1)
     assert not promoted and "no device is free for the canary" in str(reason)
-    assert codes == [200] and least == 1 and states == [["llama", "ready"]]
+    assert codes == [200] and least == 1 and states == [["llama", "ready"]], seen

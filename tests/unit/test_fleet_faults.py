@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -257,3 +258,25 @@ async def test_a_page_is_read_whole_or_not_at_all(answer: bytes, found: str | No
                 await reading
         else:
             assert await reading == found
+
+
+async def test_room_is_made_once_for_each_start_that_found_none(
+    found: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start that began before the devices were free, and takes long to fail, must not cost a second replica."""
+    retired: list[str] = []
+
+    async def retire(slot: ReplicaSlot) -> None:
+        retired.append(slot.name)
+
+    monkeypatch.setattr(found, "retire", retire)
+    slots(found, 3)
+    new = model_spec()
+    slot = ReplicaSlot("m-new", "m", new, found.folder, on_ray=False, on_change=lambda: None)
+    found.slots[slot.name], slot.no_room = slot, True
+    now = time.monotonic()
+    for freed_s, tried_s, expected in ((-60.0, -1.0, 1), (-10.0, -11.0, 1), (-10.0, -9.0, 1), (-10.0, -5.0, 2)):
+        found.freed_at, slot.tried_at = now + freed_s, now + tried_s
+        found.rollouts.make_room("m", new)
+        await asyncio.sleep(0)
+        assert len(retired) == expected, (freed_s, tried_s)

@@ -52,6 +52,7 @@ class ReplicaSlot:
         self._was_ready = False
         self.problem = ""
         self.no_room = False  # the last start found too few free devices
+        self.tried_at = 0.0  # when the last start that failed began, on the monotonic clock
         self.hung = False  # the engine does not answer; it gets no requests
         self.gauges: dict[str, float] = {}
         self._stopping = asyncio.Event()
@@ -74,11 +75,13 @@ class ReplicaSlot:
         while not self._stopping.is_set():
             self._was_ready = False
             self._retrying.clear()
+            began = time.monotonic()
             try:
                 await self._run_once()
                 self.problem = ""
             except PowerbandError as error:
                 self.problem, self.no_room = error.message.splitlines()[0], isinstance(error, NoRoom)
+                self.tried_at = began
             except OSError as error:  # such as a full disk: the next start may succeed
                 self.problem, self.no_room = str(error), False
             if self._was_ready:

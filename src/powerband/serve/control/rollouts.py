@@ -124,12 +124,14 @@ class Rollouts:
     def make_room(self, name: str, new: ModelSpec) -> None:
         """Retire one replica of the current spec if a replica of the new spec found no free device.
 
-        One replica at most is not ready because of this; the last one that is ready stays.
+        One replica at most is not ready because of this; the last one that is ready stays. A start that began before
+        the devices of the last one were free proves nothing: on a busy machine it may take long to fail.
         """
         starting = [one for one in self._slots_with(new) if not one.address]
         ready = [one for one in self.fleet.slots.values() if one.pool == name and one.address and not one.draining]
         old = [one for one in ready if one.model_spec is not new]
         draining = any(one.pool == name and one.draining for one in self.fleet.slots.values())
-        draining = draining or time.monotonic() < self.fleet.freed_at + _FREE_AFTER_S
-        if len(ready) > 1 and old and starting and not draining and all(one.no_room for one in starting):
+        free_from = self.fleet.freed_at + _FREE_AFTER_S
+        no_room = all(one.no_room and one.tried_at >= free_from for one in starting)
+        if len(ready) > 1 and old and starting and not draining and no_room:
             self.fleet.spawn(self.fleet.retire(min(old, key=self.fleet.running_requests)))
