@@ -108,7 +108,7 @@ def sbom(wheel: Path, *, output: Path, epoch: str) -> None:
 
 def notes(version: str, *, changelog: str) -> str:
     """Return the section of a version in a changelog."""
-    section = re.search(rf"^## {re.escape(version)}\b.*?\n(.*?)(?=^## |\Z)", changelog, re.DOTALL | re.MULTILINE)
+    section = re.search(rf"^## {re.escape(version)}(?: [^\n]*)?\n(.*?)(?=^## |\Z)", changelog, re.DOTALL | re.MULTILINE)
     if section is None:
         _fail(f"CHANGELOG.md has no section '## {version}'", hint="write it before the tag")
     return section[1].strip() + "\n"
