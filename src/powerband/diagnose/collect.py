@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import shlex
 import time
@@ -24,7 +25,8 @@ from powerband.runtime.gpu_state import GpuSample
 FIRST_READINGS = 3  # of the preliminary answer
 _FIRST_INTERVAL_S = 0.7
 _INTERVAL_S = 1.0
-_MAX_SERVER_SHARE = 0.01  # of one core, that answering the readings may take
+_MAX_INTERVAL_S = 5.0
+_SERVER_SHARE = 0.01  # of one core, that answering the readings may take
 _TIMEOUT_S = 2.0
 _LOG_BYTES = 2_000_000  # of the log's beginning and of its end
 _SLOT_FACTS = ("id", "n_ctx", "is_processing", "n_prompt_tokens", "id_task")  # nothing else of a slot is kept
@@ -270,7 +272,8 @@ async def _read_regularly(
     on_first: Callable[[Readings], None],
 ) -> None:
     began_s = time.monotonic()
-    due_s, interval_s = began_s, _INTERVAL_S
+    due_s = began_s
+    quickest_s = math.inf  # about the CPU time of an answer; a busy server takes longer
     while True:
         reading, took_s = await _reading(client, found, gpus)
         found.readings.append(reading)
@@ -279,7 +282,8 @@ async def _read_regularly(
         if reading.at_s - began_s >= window_s:
             return
         first = len(found.readings) < FIRST_READINGS
-        interval_s = _FIRST_INTERVAL_S if first else max(_INTERVAL_S, min(5.0, took_s / _MAX_SERVER_SHARE))
+        quickest_s = min(quickest_s, took_s)
+        interval_s = _FIRST_INTERVAL_S if first else max(_INTERVAL_S, min(_MAX_INTERVAL_S, quickest_s / _SERVER_SHARE))
         due_s = min(max(due_s + interval_s, time.monotonic()), began_s + window_s)
         await asyncio.sleep(max(0.0, due_s - time.monotonic()))
 

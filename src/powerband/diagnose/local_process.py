@@ -23,7 +23,7 @@ class ProcessSample:
     """One reading of a server's processes; times and counts are since their start."""
 
     thread_cpu_s: dict[int, float]  # by thread id
-    api_threads: frozenset[int]  # threads of the process that answers requests
+    process_of: dict[int, int]  # the process of each thread
     cpu_s: float
     machine_busy_s: float  # all processes on the machine
     throttled_periods: float | None
@@ -86,16 +86,17 @@ class LocalProcess:
     def sample(self) -> ProcessSample:
         """Read what changes."""
         threads: dict[int, float] = {}
+        process_of: dict[int, int] = {}
         cpu_s = faults = swap = 0.0
         for one in self.members():
             with contextlib.suppress(psutil.Error):
-                threads |= {thread.id: thread.user_time + thread.system_time for thread in one.threads()}
+                for thread in one.threads():
+                    threads[thread.id] = thread.user_time + thread.system_time
+                    process_of[thread.id] = one.pid
                 times = one.cpu_times()
                 cpu_s += times.user + times.system
                 faults += _major_faults(one.pid)
                 swap += _swapped(one.pid)
-        with contextlib.suppress(psutil.Error):
-            api = frozenset(thread.id for thread in self.root.threads())
         throttled, periods = _throttling(self.pid)
         busy = psutil.cpu_times()
         log_bytes = None
@@ -104,7 +105,7 @@ class LocalProcess:
                 log_bytes = float(self.log.stat().st_size)
         return ProcessSample(
             thread_cpu_s=threads,
-            api_threads=api,
+            process_of=process_of,
             cpu_s=cpu_s,
             machine_busy_s=sum(busy) - busy.idle - getattr(busy, "iowait", 0.0) - getattr(busy, "guest", 0.0),
             throttled_periods=throttled,

@@ -37,13 +37,15 @@ def facts(found: Readings) -> dict[str, Any]:
         "machine_cores": float(len(host.cores)),
         "cpu_quota": found.local.cpu_quota(),
         "throttled_share": _throttled(first, last),
-        "busiest_thread": max((share for thread, share in threads.items() if thread in last.api_threads), default=None),
+        "busiest_thread": max(
+            (share for thread, share in threads.items() if last.process_of[thread] == found.local.pid), default=None
+        ),
         "background_cores": max(0.0, (last.machine_busy_s - first.machine_busy_s) / seconds - used),
         "swap_bytes": last.swap_bytes,
         "swap_bytes_per_s": (last.swapped_in_bytes - first.swapped_in_bytes) / seconds,
         "major_faults_per_s": max(0.0, last.major_faults - first.major_faults) / seconds,
         "numa_nodes": float(sum(bool(cores & set(node.cores)) for node in host.numa_nodes)) or None,
-        **_compute_threads(found.local, threads),
+        **_compute_threads(found.local, threads, last.process_of),
         **_gpus(found, found.local, host),
     }
     if first.log_bytes is not None and last.log_bytes is not None:
@@ -58,12 +60,19 @@ def _throttled(first: ProcessSample, last: ProcessSample) -> float | None:
     return (last.throttled_periods - first.throttled_periods) / max(1.0, last.periods - first.periods)
 
 
-def _compute_threads(local: LocalProcess, threads: Mapping[int, float]) -> dict[str, Any]:
-    """Return how many threads compute, and the cores that these may run on together."""
-    busiest = max(threads.values(), default=0.0)
+def _compute_threads(
+    local: LocalProcess, threads: Mapping[int, float], process_of: Mapping[int, int]
+) -> dict[str, Any]:
+    """Return how many threads of the busiest process compute, and the cores that these may run on together."""
+    totals: dict[int, float] = {}
+    for thread, share in threads.items():
+        totals[process_of[thread]] = totals.get(process_of[thread], 0.0) + share
+    worker = max(totals, key=totals.__getitem__, default=None)
+    own = {thread: share for thread, share in threads.items() if process_of[thread] == worker}
+    busiest = max(own.values(), default=0.0)
     if busiest < 0.1:
         return {}
-    computing = [thread for thread, share in threads.items() if share >= max(0.05, _COMPUTING * busiest)]
+    computing = [thread for thread, share in own.items() if share >= max(0.05, _COMPUTING * busiest)]
     cores = frozenset[int]().union(*(local.thread_cores(thread) for thread in computing))
     return {"compute_threads": float(len(computing)), "bound_cores": float(len(cores)) or None}
 
