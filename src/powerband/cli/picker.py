@@ -88,7 +88,7 @@ def picker(
     ] = False,
     json: options.Json = False,
 ) -> None:
-    """Choose endpoints for a gateway: Kubernetes, Compose, ... (ext_proc).
+    """Choose endpoints for a gateway, on Kubernetes or elsewhere.
 
     Endpoints come from one of --pool, --selector, --dns and --endpoints.
     """
