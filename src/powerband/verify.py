@@ -128,7 +128,8 @@ def deployment_of(data: dict[str, Any]) -> Deployment[Any]:
 
 def _differences(recipe: Recipe, prepared: Prepared) -> list[str]:
     """Return what differs in machine and engine from the validation of the recipe."""
-    machine, now = recipe.provenance.get("machine", {}), prepared.host.described()
+    recorded, now = recipe.provenance.get("machine"), prepared.host.described()
+    machine = recorded if isinstance(recorded, dict) else {}  # nothing checks what a recipe's author wrote there
     pairs = {
         "engine version": (recipe.engine_version, prepared.installation.version),
         "engine build": (recipe.provenance.get("engine_build"), prepared.installation.build),

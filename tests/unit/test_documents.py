@@ -49,6 +49,12 @@ def test_a_deployment_has_the_knobs_of_its_engine() -> None:
     assert document.config.flash_attn == "on"  # a string, not a boolean
 
 
+@pytest.mark.parametrize("key", ["1", "1.5", "~", "true", "[a]", "{a: b}"])
+def test_a_key_that_is_no_text_is_refused(key: str) -> None:
+    refuse(f"powerband: slo/1\nttft: {{p50: 1s}}\n? {key}\n: 2\n")
+    refuse(f"powerband: slo/1\nttft:\n  p50: 1s\n  ? {key}\n  : 2\n")
+
+
 def test_units_are_converted_to_base_units() -> None:
     document = documents.parse(SLO_TEXT, source="f.yaml")
     assert isinstance(document, SLO)

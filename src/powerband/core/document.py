@@ -18,6 +18,7 @@ from powerband.errors import DocumentError, did_you_mean
 HEADER = "powerband"
 _MAX_SENTENCES = 20
 _MAX_DIGITS = 9
+_KEY_ERRORS = ("missing", "extra_forbidden")  # the key is not in the data, or there as a number or null
 
 
 class Value(BaseModel):
@@ -140,7 +141,7 @@ def _explain(
     sentences = []
     hint = f"see the fields with 'powerband schema {getattr(model, 'kind', '')}'"
     for problem in error.errors(include_url=False)[:_MAX_SENTENCES]:
-        path = _path_in(data, problem["loc"], may_lack_last=problem["type"] == "missing")
+        path = _path_in(data, problem["loc"], may_lack_last=problem["type"] in _KEY_ERRORS)
         line = next((lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in lines), None)
         where, dotted = f"{source}:{line}" if line else source, ".".join(map(str, path))
         if problem["type"] == "extra_forbidden":

@@ -131,7 +131,9 @@ class Recipe(Document):
     @property
     def replicas(self) -> int:
         """Return the number of replicas that kept the promise together, on a machine without GPUs."""
-        return int(self.deployment.get("placement", {}).get("replicas", 1))
+        placement = self.deployment.get("placement")
+        found = placement.get("replicas", 1) if isinstance(placement, dict) else 1
+        return found if isinstance(found, int) else 1
 
     @property
     def devices(self) -> str:
