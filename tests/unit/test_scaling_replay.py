@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from powerband.cli.main import app
 from powerband.core.workload import Trace
 from powerband.errors import InputError
-from powerband.load import prompts
+from powerband.load import recorded
 from powerband.serve.autoscaling import fitting, simulation
 from powerband.serve.autoscaling.policy import ScalingPolicy
 from powerband.serve.autoscaling.replay import replay
@@ -74,7 +74,7 @@ def test_traces_are_read_in_each_format_and_a_wrong_column_is_named(tmp_path: Pa
     (tmp_path / "plain.csv").write_text("arrived_s,prompt_tokens,output_tokens\n1.5,10,2\n")
     (tmp_path / "captured.jsonl").write_text('{"timestamp": 1500, "input_length": 10, "output_length": 2}\n')
     for name in ("azure.csv", "plain.csv", "captured.jsonl"):
-        assert [row[1:3] for row in prompts.trace_rows(Trace(path=name), tmp_path)] == [(10, 2)]
+        assert [row[1:3] for row in recorded.request_rows(Trace(path=name), tmp_path)] == [(10, 2)]
     (tmp_path / "wrong.csv").write_text("when,tokens\n1,2\n")
     with pytest.raises(InputError, match="request 1 is not usable: it has no 'TIMESTAMP'"):
-        list(prompts.trace_rows(Trace(path="wrong.csv"), tmp_path))
+        list(recorded.request_rows(Trace(path="wrong.csv"), tmp_path))

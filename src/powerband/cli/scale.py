@@ -91,10 +91,10 @@ def _requests(path: Path) -> list[Arrival]:
     """Read a trace; times count from its first request."""
     from powerband.core.workload import Trace
     from powerband.errors import InputError
-    from powerband.load import prompts
+    from powerband.load import recorded
     from powerband.serve.autoscaling.replica_model import Arrival
 
-    rows = sorted(row[:3] for row in prompts.trace_rows(Trace(path=path.name), path.parent))
+    rows = sorted(row[:3] for row in recorded.request_rows(Trace(path=path.name), path.parent))
     if len(rows) < 2 or rows[-1][0] <= rows[0][0]:
         hint = "capture traffic: powerband serve RECIPE --capture, later powerband capture FLEET_DIR"
         raise InputError(f"{path} has {len(rows)} requests; a simulation needs at least two, over some time", hint=hint)

@@ -5,8 +5,6 @@ Traffic is stored as columns of numbers, and texts are generated on demand, so t
 
 from __future__ import annotations
 
-import csv
-import datetime
 import json
 import math
 import random
@@ -17,18 +15,15 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from powerband import untrusted
-from powerband.core import plain_data
-from powerband.core.workload import Adapter, Closed, Fixed, Length, Trace, Uniform, Workload
+from powerband.core.workload import Adapter, Closed, Fixed, Length, Uniform, Workload
 from powerband.errors import InputError
 from powerband.load import arrivals
+from powerband.load.recorded import MALFORMED, MAX_ID, json_rows, request_rows
 from powerband.load.tokens import Vocabulary
 
 _POOL_WORDS = 1 << 17
 _SALT_BITS = 72  # 32 bits of the seed, 40 bits of the number
 _SALT_FACTOR = 0x9E3779B97F4A7C15F39  # odd, so that multiplication modulo a power of two is a bijection
-_MAX_TOKENS, _MAX_ID = 2**31, 2**64
-_MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, csv.Error)  # rows of another kind
 Messages = list[dict[str, str]]
 
 
@@ -237,7 +232,7 @@ def _cacheable(prefixes: Sequence[int], own: Sequence[int], traffic: Traffic, *,
 class _DatasetText(TextMaker):
     def __init__(self, workload: Workload, count: int, base: Path, vocabulary: Vocabulary) -> None:
         assert workload.dataset is not None
-        rows = _jsonl(base / workload.dataset.path)
+        rows = json_rows(base / workload.dataset.path)
         chats = [
             chat for number, row in enumerate(rows, 1) if (chat := _chat(row, f"{workload.dataset.path}:{number}"))
         ]
@@ -278,7 +273,7 @@ def _chat(row: dict[str, Any], source: str) -> list[Messages]:
     """Return the turns of a dataset row, each as the messages that it adds."""
     try:
         return _turns(row)
-    except _MALFORMED as error:
+    except MALFORMED as error:
         raise InputError(f"{source}: this line is not a chat: {error!r}"[:500], hint="see a dataset's keys") from None
 
 
@@ -348,7 +343,7 @@ def _of_trace(workload: Workload, count: int, vocabulary: Vocabulary, base: Path
     text = _TraceText(workload, vocabulary)
     recorded, outputs = array("d"), array("I")
     max_rows = min(workload.trace.first or count, count)
-    for when, prompt, output, ids in trace_rows(workload.trace, base):
+    for when, prompt, output, ids in request_rows(workload.trace, base):
         recorded.append(when)
         text.lengths.append(max(1, prompt))
         outputs.append(max(1, output))
@@ -367,60 +362,16 @@ def _of_trace(workload: Workload, count: int, vocabulary: Vocabulary, base: Path
         begin, end = text.ends[row - 1] if row else 0, text.ends[row]
         text.lengths.append(text.lengths[row])
         outputs.append(outputs[row])
-        text.ids.extend((hash_id + id_offset * repeat) % _MAX_ID for hash_id in text.ids[begin:end])
+        text.ids.extend((hash_id + id_offset * repeat) % MAX_ID for hash_id in text.ids[begin:end])
         text.ends.append(repeat * blocks + end)
     due = arrivals.times_s(workload, count, recorded_s=recorded)
     return Traffic(workload, due, text.lengths, outputs, text, _adapters(workload, count))
 
 
-def trace_rows(trace: Trace, base: Path) -> Iterator[tuple[float, int, int, Sequence[int]]]:
-    """Yield arrival time, prompt tokens, output tokens and block ids; raise InputError for an impossible row."""
-    path = base / trace.path
-    rows: Iterator[dict[str, Any]] = csv.DictReader(untrusted.lines(path)) if path.suffix == ".csv" else _jsonl(path)
-    read, number = _csv_row if path.suffix == ".csv" else _mooncake, 0
-    try:
-        for row in rows:
-            number += 1
-            yield _checked(*read(row))
-    except _MALFORMED as error:
-        hint = "use Mooncake's JSONL, Azure's CSV, or a CSV with columns arrived_s,prompt_tokens,output_tokens"
-        problem = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise InputError(f"{path}: request {number} is not usable: {problem}"[:500], hint=hint) from None
-
-
-def _csv_row(row: dict[str, Any]) -> tuple[float, int, int, Sequence[int]]:
-    if "arrived_s" in row:
-        return float(row["arrived_s"]), int(row["prompt_tokens"]), int(row["output_tokens"]), ()
-    arrived = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26])
-    return arrived.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"]), ()
-
-
-def _mooncake(row: dict[str, Any]) -> tuple[float, int, int, Sequence[int]]:
-    return row["timestamp"] / 1000, row["input_length"], row["output_length"], row.get("hash_ids", ())
-
-
-def _checked(at_s: float, prompt: int, output: int, ids: Sequence[int]) -> tuple[float, int, int, Sequence[int]]:
-    if not math.isfinite(at_s) or not 0 <= prompt <= _MAX_TOKENS or not 0 <= output <= _MAX_TOKENS:
-        raise ValueError(f"{prompt} prompt and {output} output tokens; at most {_MAX_TOKENS:,}")
-    if not all(isinstance(one, int) and 0 <= one < _MAX_ID for one in ids):
-        raise ValueError("a block id is not a number from 0 to 2^64")
-    return at_s, prompt, output, ids
-
-
-def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(untrusted.lines(path), 1):
-        if line.strip():
-            try:
-                yield plain_data.parse_json_object(line)
-            except ValueError as error:
-                hint = "every line must be a JSON object"
-                raise InputError(f"{path}:{number}: this line is not JSON: {error}"[:500], hint=hint) from None
-
-
 def recorded_rate(workload: Workload, *, base: Path | None = None) -> float:
     """Return the mean rate of a trace at its recorded speed."""
     assert workload.trace is not None
-    times = [row[0] for row in trace_rows(workload.trace, base or Path())][: workload.trace.first]
+    times = [row[0] for row in request_rows(workload.trace, base or Path())][: workload.trace.first]
     return max(1, len(times) - 1) / max(1e-9, times[-1] - times[0])
 
 
@@ -433,4 +384,4 @@ def preview_count(workload: Workload, *, base: Path | None = None) -> int:
     """Return how many requests a preview shows: all of a trace, a thousand otherwise."""
     if workload.trace is None:
         return 1000
-    return workload.trace.first or sum(1 for _ in trace_rows(workload.trace, base or Path()))
+    return workload.trace.first or sum(1 for _ in request_rows(workload.trace, base or Path()))
