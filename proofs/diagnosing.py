@@ -236,7 +236,7 @@ async def ask(client: httpx.AsyncClient, url: str, body: dict[str, Any], seen: A
                 else:
                     seen.gaps_s.append((now, now - last))
                 last = now
-        seen.ended_s.append(time.monotonic())
+        (seen.failed_s if last is None else seen.ended_s).append(time.monotonic())  # an error can come in the stream
     except httpx.HTTPError:
         seen.failed_s.append(time.monotonic())
 
