@@ -87,6 +87,8 @@ def interpreters() -> Iterator[tuple[str, str]]:
 
 def _identity(program: str) -> str:
     """Return version and home of an interpreter that can create environments; else an empty text."""
-    code = "import ensurepip, os, platform, sys, venv; print(platform.python_version(), os.path.realpath(sys.base_prefix))"
+    code = (
+        "import ensurepip, os, platform, sys, venv; print(platform.python_version(), os.path.realpath(sys.base_prefix))"
+    )
     done = subprocess.run([program, "-c", code], capture_output=True, text=True, env=clean(Path("/nonexistent")))
     return done.stdout.strip() if done.returncode == 0 else ""
