@@ -17,7 +17,6 @@ from powerband.evaluate.engine_client import EngineClient
 from powerband.launchers import local
 from support import models
 
-DATA = Path(os.environ.get("POWERBAND_DATA") or ROOT.parent / "shared" / "data")
 KNOBS: dict[str, dict[str, Any]] = {
     "llamacpp": {"parallel": 4, "ctx_size": 8192, "cache_ram": 0},
     "vllm": {
