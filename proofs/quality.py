@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from prelude import ROOT, powerband, say
+from prelude import powerband, say
 
 from powerband import inputs, quantize
 from powerband.evaluate.engine_client import EngineClient
