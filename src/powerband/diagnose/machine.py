@@ -25,7 +25,8 @@ def facts(found: Readings) -> dict[str, Any]:
     seconds = max(end_s - begin_s, 1e-9)
     host = devices.this_host()
     used = (last.cpu_s - first.cpu_s) / seconds
-    cores = found.local.cores() or frozenset(host.cores)
+    allowed = frozenset[int]() if devices.system_root() else found.local.cores()  # a simulated host has its own
+    cores = allowed or frozenset(host.cores)
     threads = {
         thread: (cpu_s - first.thread_cpu_s.get(thread, 0.0)) / seconds for thread, cpu_s in last.thread_cpu_s.items()
     }

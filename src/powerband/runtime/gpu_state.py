@@ -56,12 +56,13 @@ def session() -> Iterator[Session]:
 def _sample(index: int, handle: Any) -> GpuSample:
     import pynvml
 
+    silent = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)
     busy = pids = reasons = None
-    with contextlib.suppress(pynvml.NVMLError):
+    with contextlib.suppress(*silent):
         busy = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
-    with contextlib.suppress(pynvml.NVMLError):
+    with contextlib.suppress(*silent):
         reasons = int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
-    with contextlib.suppress(pynvml.NVMLError):
+    with contextlib.suppress(*silent):
         pids = frozenset(one.pid for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
     power, thermal = (None, None) if reasons is None else (bool(reasons & _POWER), bool(reasons & _THERMAL))
     return GpuSample(index, busy, power, thermal, pids)
