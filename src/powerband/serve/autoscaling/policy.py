@@ -39,7 +39,7 @@ class ScalingPolicy:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Constants of the autoscaler, the same for every fleet; `proofs/scaling-held-out` shows how they were chosen."""
+    """Constants of the autoscaler, the same for every fleet; `proofs/scaling-held-out` judges such choices."""
 
     windows: tuple[int, ...] = (1, 2, 4, 8, 16)  # of the forecasts, in multiples of the policy's window
     peak_holds_s: tuple[float, ...] = (15.0, 60.0, 300.0)  # how long a peak of the demand is held
