@@ -20,7 +20,8 @@ sys.path.insert(0, sys.argv[1])
 for name in sys.argv[2:]:
     before = []
     for node in ast.parse(Path(name).read_text()).body:
-        if isinstance(node, ast.ImportFrom) and node.module == "prelude":
+        names = [one.name for one in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "")]
+        if "prelude" in names:
             break
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             before.append(node)
