@@ -1,4 +1,4 @@
-"""What vLLM refuses when its workers choose kernels: number formats and block sizes of the device."""
+"""What vLLM refuses when its workers choose kernels: data types and block sizes of the device."""
 
 from __future__ import annotations
 

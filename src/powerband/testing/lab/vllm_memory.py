@@ -174,7 +174,7 @@ def piece_bytes(settings: VllmSettings) -> int:
 
 
 def precision(settings: VllmSettings) -> str:
-    """Return the precision of the weights, in the words of the lab's step times."""
+    """Return the precision of the weights, by the names of the lab's step times."""
     if settings.online_bytes is not None:
         return "fp8" if settings.online_bytes >= 1 else "fp4"
     formats = {"fp8": "fp8", "float8": "fp8", "int8": "fp8", "mxfp4": "fp4", "nvfp4": "fp4", "float4": "fp4",
