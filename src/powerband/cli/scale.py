@@ -51,7 +51,7 @@ def simulate(
     most: Annotated[
         int | None,
         typer.Option(
-            "--max", min=1, metavar="N", help="Replicas at the begin and at most.", show_default="what the peak needs"
+            "--max", min=1, metavar="N", help="Replicas at the start and at most.", show_default="what the peak needs"
         ),
     ] = None,
     attainment: Annotated[
@@ -136,7 +136,7 @@ def _print(found: Replay, *, usd_per_h: float) -> None:
     from powerband.reports import scaling
 
     ours, fixed = found.rows[0], found.rows[1]
-    out().print(scaling.table([scaling.ScalingRow(**vars(one)) for one in found.rows], usd_per_h=usd_per_h))
+    out().print(scaling.table(found.rows, usd_per_h=usd_per_h))
     share = ours.replica_hours / fixed.replica_hours
     text = f"{ours.late} of {found.requests} requests would have been late; the cost is {share:.0%} of the best fixed"
     out().print(f"\n{text}\nfleet's, over {duration(found.span_s)} with starts of {found.policy.start_s:g} s")
@@ -145,13 +145,11 @@ def _print(found: Replay, *, usd_per_h: float) -> None:
 def _write_page(path: Path, found: Replay, *, name: str, usd_per_h: float) -> None:
     from powerband.reports import scaling
 
-    rows = [scaling.ScalingRow(**vars(one)) for one in found.rows]
-    spans = [scaling.ScalingSpan(**vars(one)) for one in found.spans]
     policy = found.policy
     summary = (
         f"{found.requests} requests of {duration(found.span_s)}; "
         f"{policy.min_replicas} to {policy.max_replicas} replicas, starts of {policy.start_s:g} s, "
         f"{policy.attainment:.0%} wanted"
     )
-    path.write_text(scaling.page(f"Autoscaling {name}", summary, rows, spans, usd_per_h=usd_per_h))
+    path.write_text(scaling.page(f"Autoscaling {name}", summary, found.rows, found.spans, usd_per_h=usd_per_h))
     stderr().print(f"page: {path}")

@@ -3,35 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from html import escape
 
 from rich.table import Table
 
+from powerband.core.scaling import ScalingRow, ScalingSpan
 from powerband.reports import html
 from powerband.reports.svg import Chart
-
-
-@dataclass(frozen=True)
-class ScalingRow:
-    """One way of scaling."""
-
-    name: str
-    replica_hours: float
-    attainment: float
-    late: int
-    starts: int
-
-
-@dataclass(frozen=True)
-class ScalingSpan:
-    """A span of the timeline under the autoscaler."""
-
-    at_s: float
-    rate_per_s: float
-    replicas: float
-    late: int
-    replica_hours: float  # since the begin
 
 
 def table(rows: Sequence[ScalingRow], *, usd_per_h: float) -> Table:
@@ -53,7 +31,7 @@ def page(
 ) -> str:
     """Return the page: the table, and a plot of each quantity over time."""
     price = usd_per_h or 1.0
-    unit = "dollars since the begin" if usd_per_h else "replica-hours since the begin"
+    unit = "dollars since the start" if usd_per_h else "replica-hours since the start"
     plots = [
         _plot("Load", "requests/s", spans, lambda one: one.rate_per_s, "first"),
         _plot("Replicas, with those that start", "replicas", spans, lambda one: one.replicas, "second"),

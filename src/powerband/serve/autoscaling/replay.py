@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from powerband.core.scaling import ScalingRow, ScalingSpan
 from powerband.serve.autoscaling import simulation
 from powerband.serve.autoscaling.autoscaler import Autoscaler
 from powerband.serve.autoscaling.bounds import Hindsight
@@ -18,36 +19,14 @@ _MAX_SLOTS = 2000
 
 
 @dataclass(frozen=True)
-class ReplayRow:
-    """One way of scaling: what it cost and how many requests it served in time."""
-
-    name: str
-    replica_hours: float
-    attainment: float
-    late: int
-    starts: int
-
-
-@dataclass(frozen=True)
-class ReplaySpan:
-    """A span of the timeline under the autoscaler."""
-
-    at_s: float
-    rate_per_s: float
-    replicas: float  # mean, with those that start
-    late: int
-    replica_hours: float  # since the begin
-
-
-@dataclass(frozen=True)
 class Replay:
     """A trace under the autoscaler, and under the alternatives at the same attainment."""
 
     requests: int
     span_s: float
     policy: ScalingPolicy
-    rows: tuple[ReplayRow, ...]  # the first is the autoscaler
-    spans: tuple[ReplaySpan, ...]
+    rows: tuple[ScalingRow, ...]  # the first is the autoscaler
+    spans: tuple[ScalingSpan, ...]
     last_reason: str
 
 
@@ -87,12 +66,12 @@ def replay(
     return Replay(len(trace), span_s, policy, tuple(rows), _spans(trace, ours, span_s / spans), reason)
 
 
-def _row(name: str, result: SimulationResult) -> ReplayRow:
+def _row(name: str, result: SimulationResult) -> ScalingRow:
     late = result.requests - result.attained
-    return ReplayRow(name, result.replica_s / 3600, result.attainment, late, result.starts)
+    return ScalingRow(name, result.replica_s / 3600, result.attainment, late, result.starts)
 
 
-def _spans(trace: Sequence[Arrival], result: SimulationResult, length_s: float) -> tuple[ReplaySpan, ...]:
+def _spans(trace: Sequence[Arrival], result: SimulationResult, length_s: float) -> tuple[ScalingSpan, ...]:
     count = int(trace[-1].at_s / length_s) + 1
     arrived, late, paid_s = [0] * count, [0] * count, [0.0] * count
     for request, missed in zip(trace, result.late, strict=True):
@@ -105,6 +84,6 @@ def _spans(trace: Sequence[Arrival], result: SimulationResult, length_s: float) 
         total_s += paid_s[index]
         begin_s = index * length_s
         found.append(
-            ReplaySpan(begin_s, arrived[index] / length_s, paid_s[index] / length_s, late[index], total_s / 3600)
+            ScalingSpan(begin_s, arrived[index] / length_s, paid_s[index] / length_s, late[index], total_s / 3600)
         )
     return tuple(found)
