@@ -53,6 +53,15 @@ def test_a_replay_starts_with_the_autoscaler_and_its_timeline_adds_up() -> None:
     assert found.rows[2].attainment == again.attainment
 
 
+def test_the_timeline_of_a_fleet_that_cannot_change_is_flat() -> None:
+    like = trace(611.0)  # a span is no multiple of the interval of decisions
+    speed = fitting.fitted_speed(like, rate_per_s=1.0, slots=8, attainment=0.95, ttft_s=2.0, queue_timeout_s=1.0)
+    found = replay(like, speed, ScalingPolicy(1.0, 8, start_s=10.0, min_replicas=3), max_replicas=3, spans=50)
+    *most, last = (one.replicas for one in found.spans)
+    assert most == pytest.approx([3.0] * 49)
+    assert 2.7 < last <= 3.0, "the last decision is up to an interval before the end"
+
+
 def test_the_command_reads_a_csv_prints_80_columns_and_writes_a_page(tmp_path: Path) -> None:
     rows = "".join(f"{one.at_s:.3f},{one.prompt_tokens},{one.output_tokens}\n" for one in trace(600.0))
     (tmp_path / "week.csv").write_text("arrived_s,prompt_tokens,output_tokens\n" + rows)

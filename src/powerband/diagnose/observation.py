@@ -99,8 +99,8 @@ def share_within(histogram: Histogram | None, limit: float) -> float | None:
 
 
 def _version(found: Readings) -> str | None:
-    told = found.facts.get("version") or found.facts.get("build_info") or found.logged.get("version")
-    return str(told) if told is not None else None
+    reported = found.facts.get("version") or found.facts.get("build_info") or found.logged.get("version")
+    return str(reported) if reported is not None else None
 
 
 def _settings(found: Readings) -> dict[str, Any]:
@@ -214,8 +214,8 @@ def _adapters(settings: dict[str, Any]) -> float | None:
 
 def _slot_facts(found: Readings, slots: list[Any]) -> dict[str, Any]:
     """Return the limits of llama-server's slots: from /props and /slots, or else from the log."""
-    told = found.facts.get("default_generation_settings") or {}
-    per_slot = slots[-1][0].context if slots else told.get("n_ctx") or found.logged.get("context_per_slot")
+    reported = found.facts.get("default_generation_settings") or {}
+    per_slot = slots[-1][0].context if slots else reported.get("n_ctx") or found.logged.get("context_per_slot")
     count = len(slots[-1]) if slots else found.facts.get("total_slots") or found.logged.get("slots")
     return {"sequence_limit": count, "context_limit": per_slot}
 

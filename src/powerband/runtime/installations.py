@@ -159,8 +159,8 @@ async def install_engine(
         except InstallFailed as error:
             if archive:
                 raise
-            told = error.message.partition("failed: ")[2] or error.message
-            reason = f"{plan.version} is not used ({told}); {built.version} is built instead"
+            reason_given = error.message.partition("failed: ")[2] or error.message
+            reason = f"{plan.version} is not used ({reason_given}); {built.version} is built instead"
             progress(StepProgress(title=reason, number=0, total=1))
     return await _follow(built, engine, host=host, pip_args=pip_args, progress=progress)
 

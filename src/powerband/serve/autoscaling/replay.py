@@ -72,13 +72,19 @@ def _row(name: str, result: SimulationResult) -> ScalingRow:
 
 
 def _spans(trace: Sequence[Arrival], result: SimulationResult, length_s: float) -> tuple[ScalingSpan, ...]:
-    count = int(trace[-1].at_s / length_s) + 1
+    count = max(1, round(trace[-1].at_s / length_s))
     arrived, late, paid_s = [0] * count, [0] * count, [0.0] * count
+
+    def place(at_s: float) -> int:
+        return min(count - 1, int(at_s / length_s))
+
     for request, missed in zip(trace, result.late, strict=True):
-        arrived[int(request.at_s / length_s)] += 1
-        late[int(request.at_s / length_s)] += missed
+        arrived[place(request.at_s)] += 1
+        late[place(request.at_s)] += missed
     for one, following in pairwise(result.timeline):
-        paid_s[int(one.at_s / length_s)] += (one.ready + one.starting) * (following.at_s - one.at_s)
+        for index in range(place(one.at_s), place(following.at_s) + 1):
+            overlap_s = min(following.at_s, (index + 1) * length_s) - max(one.at_s, index * length_s)
+            paid_s[index] += (one.ready + one.starting) * max(0.0, overlap_s)
     found, total_s = [], 0.0
     for index in range(count):
         total_s += paid_s[index]

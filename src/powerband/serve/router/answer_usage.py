@@ -25,20 +25,20 @@ class AnswerUsage:
 
     @property
     def prompt_tokens(self) -> int:
-        """Return the prompt's tokens; 0 if the answer does not tell them."""
-        return self._told(b"prompt_tokens") or 0
+        """Return the prompt's tokens; 0 if the answer does not report them."""
+        return self._reported(b"prompt_tokens") or 0
 
     @property
     def output_tokens(self) -> int:
         """Return the answer's tokens."""
-        told = self._told(b"completion_tokens")
-        return self._events if told is None else told
+        reported = self._reported(b"completion_tokens")
+        return self._events if reported is None else reported
 
     @property
     def failed(self) -> bool:
         """Tell whether the stream ended with an error event."""
         return bool(_ERROR_EVENT.search(self._tail))
 
-    def _told(self, name: bytes) -> int | None:
+    def _reported(self, name: bytes) -> int | None:
         found = _COUNTS[name].findall(self._tail)
         return int(found[-1]) if found else None
